@@ -1,0 +1,37 @@
+"""ep_moe: an expert-parallel Mixture-of-Experts runtime for PyTorch."""
+
+from ep_moe.config import MoEConfig, SelectionConfig
+from ep_moe.dispatch import make_transport
+from ep_moe.errors import BackendUnavailable, ConfigError, InputError, RecomputationMismatch
+from ep_moe.experts import Experts
+from ep_moe.layer import MoELayer, moe
+from ep_moe.parallel import ExpertParallel, init_process
+from ep_moe.routing import dead_experts, grouped_topk, max_vio, select_experts, total_aux
+from ep_moe.training import clip_grad_norm_, ddp_ignore, load_checkpoint, save_checkpoint
+from ep_moe.types import Routing, RoutingStats
+
+__all__ = [
+    "BackendUnavailable",
+    "ConfigError",
+    "ExpertParallel",
+    "Experts",
+    "InputError",
+    "MoEConfig",
+    "MoELayer",
+    "RecomputationMismatch",
+    "Routing",
+    "RoutingStats",
+    "SelectionConfig",
+    "clip_grad_norm_",
+    "ddp_ignore",
+    "dead_experts",
+    "grouped_topk",
+    "init_process",
+    "load_checkpoint",
+    "make_transport",
+    "max_vio",
+    "moe",
+    "save_checkpoint",
+    "select_experts",
+    "total_aux",
+]

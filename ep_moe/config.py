@@ -1,0 +1,310 @@
+"""What a layer is: frozen, validated, read from YAML and the command line.
+
+Where it runs (groups, devices) is never in here: that is `ep_moe.parallel`. Every rule is checked
+when a config is built, so a bad topology never reaches a kernel.
+"""
+
+import difflib
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import yaml
+
+from ep_moe.errors import ConfigError
+
+# Other software's names for the same things. The right-hand side is ours.
+ALIASES = {
+    "topk": "top_k",
+    "num_experts_per_tok": "top_k",
+    "n_routed_experts": "num_experts",
+    "num_local_experts": "num_experts",
+    "d_hidden": "hidden_size",
+    "d_expert": "intermediate_size",
+    "moe_intermediate_size": "intermediate_size",
+    "n_shared_experts": "num_shared_experts",
+    "n_group": "num_expert_group",
+    "norm_topk_prob": "renormalize",
+}
+
+# Weights of the two matrices of an expert: gate and up side by side, then down.
+_GATE_UP, _DOWN = 2, 1
+
+
+class ParameterCount(NamedTuple):
+    """Parameters of one layer: all of them, and those that one token meets (router, top_k experts,
+    shared experts)."""
+
+    total: int
+    activated: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionConfig:
+    """How logits become ids and gate weights.
+
+    Args:
+        top_k: experts that each token goes to (K)
+        scoring_func: softmax over all experts, or a sigmoid of each
+        renormalize: divide the K weights by their sum
+        num_expert_group: consecutive experts form this many groups; 1 = plain top-k
+        topk_group: groups that a token may choose from
+        group_score: a group counts as its best expert, or as the sum of its two best
+        routed_scaling_factor: multiplies the weights last
+        nan_policy: rows whose logits hold NaN or +inf, or only -inf: let NaN weights through, or
+            treat all logits as equal
+    """
+
+    top_k: int
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = True
+    num_expert_group: int = 1
+    topk_group: int = 1
+    group_score: Literal["max", "top2_sum"] = "max"
+    routed_scaling_factor: float = 1.0
+    nan_policy: Literal["propagate", "uniform"] = "propagate"
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        _require(self.top_k >= 1, "top_k", self.top_k, "at least 1")
+        _require(
+            self.num_expert_group >= 1, "num_expert_group", self.num_expert_group, "at least 1"
+        )
+        rule = f"between 1 and num_expert_group = {self.num_expert_group}"
+        _require(1 <= self.topk_group <= self.num_expert_group, "topk_group", self.topk_group, rule)
+        _require(
+            _finite(self.routed_scaling_factor),
+            "routed_scaling_factor",
+            self.routed_scaling_factor,
+            "finite",
+        )
+
+    def check_experts(self, num_experts: int) -> None:
+        """Refuse a number of experts that these rules cannot choose from."""
+        groups, kept = self.num_expert_group, self.topk_group
+        _require(num_experts >= 1, "num_experts", num_experts, "at least 1")
+        _require(
+            num_experts % groups == 0,
+            "num_experts",
+            num_experts,
+            f"a multiple of num_expert_group = {groups}",
+        )
+        candidates = kept * (num_experts // groups)
+        rule = (
+            f"at most {candidates}, the experts in the kept topk_group = {kept} of {groups} groups"
+        )
+        _require(self.top_k <= candidates, "top_k", self.top_k, rule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig(SelectionConfig):
+    """One Mixture-of-Experts layer.
+
+    Args:
+        hidden_size: width of a token (H)
+        intermediate_size: width of one expert (I)
+        num_experts: routed experts over all ranks (E)
+        num_shared_experts: experts that every token meets, run as one dense MLP
+        shared_intermediate_size: width of that MLP; by default num_shared_experts times
+            intermediate_size
+        activation: between the two matrices of an expert; swiglu_clamped is GPT-OSS's
+        mlp_bias: the expert matrices have biases
+        router_bias: the router has a bias on its logits
+        expert_bias: a selection-only bias per expert, kept in fp32; never in a weight, no gradient
+        temperature: logits are divided by it
+        learn_temperature: train it (its logarithm is the parameter)
+        aux_loss_coef: alpha of the balance loss in the stats
+        z_loss_coef: beta of the router z-loss in the stats
+        forced_routing: for benchmarks: ignore the logits' order and spread tokens evenly, or skewed
+        forced_skew: with forced_routing skewed: load of the busiest expert over the mean load
+        transport: how rows cross ranks; auto = local for one rank, collective for more
+        loss_reduction: mean = each rank's loss is a mean over its tokens and ranks are averaged;
+            sum = they are added
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    num_shared_experts: int = 0
+    shared_intermediate_size: int | None = None
+    activation: Literal["swiglu", "swiglu_clamped"] = "swiglu"
+    mlp_bias: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
+    temperature: float = 1.0
+    learn_temperature: bool = False
+    aux_loss_coef: float = 0.0
+    z_loss_coef: float = 0.0
+    forced_routing: Literal["none", "balanced", "skewed"] = "none"
+    forced_skew: float = 1.0
+    transport: str = "auto"
+    loss_reduction: Literal["mean", "sum"] = "mean"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("hidden_size", "intermediate_size"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        self.check_experts(self.num_experts)
+        _require(
+            self.num_shared_experts >= 0, "num_shared_experts", self.num_shared_experts, "0 or more"
+        )
+        width = self.shared_intermediate_size
+        if width is not None:
+            _require(
+                self.num_shared_experts > 0,
+                "shared_intermediate_size",
+                width,
+                "unset when num_shared_experts = 0",
+            )
+            _require(width >= 1, "shared_intermediate_size", width, "at least 1")
+        for name in ("aux_loss_coef", "z_loss_coef"):
+            value = getattr(self, name)
+            _require(_finite(value) and value >= 0, name, value, "finite and 0 or more")
+        _require(
+            _finite(self.temperature) and self.temperature > 0,
+            "temperature",
+            self.temperature,
+            "finite and above 0",
+        )
+        limit = self.num_experts / self.top_k
+        rule = (
+            f"between 1 and num_experts / top_k = {limit:g}: an expert takes a token once at most"
+        )
+        _require(1 <= self.forced_skew <= limit, "forced_skew", self.forced_skew, rule)
+
+    @property
+    def shared_size(self) -> int:
+        """Width of the shared experts' MLP; 0 = there is none."""
+        return self.shared_intermediate_size or self.num_shared_experts * self.intermediate_size
+
+    def parameters(self) -> ParameterCount:
+        """Parameters of one layer, all and activated per token; shared experts are in both, buffers
+        in neither."""
+        h, i, e, k = self.hidden_size, self.intermediate_size, self.num_experts, self.top_k
+        expert = (_GATE_UP + _DOWN) * h * i + (_GATE_UP * i + _DOWN * h if self.mlp_bias else 0)
+        router = e * h + (e if self.router_bias else 0) + (1 if self.learn_temperature else 0)
+        always = router + (_GATE_UP + _DOWN) * h * self.shared_size
+        return ParameterCount(total=always + e * expert, activated=always + k * expert)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "MoEConfig":
+        """Build from plain values; other software's names (`topk`, `n_routed_experts` ...) are
+        accepted."""
+        values = canonical_names(values)
+        known = [f.name for f in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise ConfigError(
+                    name, values[name], f"left out: there is no such field.{near_miss(name, known)}"
+                )
+        missing = [
+            name
+            for name in ("hidden_size", "intermediate_size", "num_experts", "top_k")
+            if name not in values
+        ]
+        if missing:
+            raise ConfigError(missing[0], None, "given: it has no default")
+        return cls(**values)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> "MoEConfig":
+        """Read one layer from a YAML file such as those in `configs/`."""
+        values = yaml.safe_load(Path(path).read_text())
+        if not isinstance(values, dict):
+            raise ConfigError(str(path), values, "a YAML mapping of field names to values")
+        return cls.from_dict(values)
+
+
+def canonical_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace aliases by our names, at any depth; the same field under two names is refused."""
+    out: dict[str, Any] = {}
+    for name, value in values.items():
+        ours = ALIASES.get(name, name)
+        if ours in out:
+            raise ConfigError(name, value, f"left out: {ours} is given too")
+        out[ours] = canonical_names(value) if isinstance(value, Mapping) else value
+    return out
+
+
+def near_miss(name: str, known: Sequence[str]) -> str:
+    """' Did you mean top_k?' or nothing."""
+    found = difflib.get_close_matches(name, [*known, *ALIASES], n=1)
+    return f" Did you mean {ALIASES.get(found[0], found[0])}?" if found else ""
+
+
+def parse_args(config_class: type, argv: Sequence[str] | None = None) -> Any:
+    """Read a config dataclass from `--config FILE.yaml` and dotted overrides such as
+    `--moe.top_k=4`.
+
+    A nested config may be a file as well (`--moe configs/olmoe.yaml`). Later arguments win. A wrong
+    value or an unknown name (with its near miss) ends the program with one line on stderr.
+    """
+    from jsonargparse import ArgumentError, ArgumentParser, set_loader
+
+    set_loader("ep_moe", _load_yaml, exceptions=(yaml.YAMLError,))
+    parser = ArgumentParser(parser_mode="ep_moe", exit_on_error=False)
+    parser.add_argument(
+        "--config", action="config", help="a YAML file with any of the values below"
+    )
+    parser.add_class_arguments(config_class)
+    words = [_canonical_argument(word) for word in (sys.argv[1:] if argv is None else argv)]
+    try:
+        values = vars(parser.instantiate(parser.parse_args(words)))
+        return config_class(**{f.name: values[f.name] for f in fields(config_class)})
+    except ArgumentError as error:
+        found = re.search(r"option '([\w.]+)'|unrecognized arguments: --([\w.]+)", str(error))
+        hint = (
+            near_miss(found[1] or found[2], list(vars(parser.get_defaults().as_flat())))
+            if found
+            else ""
+        )
+        raise SystemExit(f"{parser.prog}: {error}.{hint} --help lists every argument") from None
+    except ConfigError as error:
+        raise SystemExit(f"{parser.prog}: {error}") from None
+
+
+def _load_yaml(text: str) -> Any:
+    values = yaml.safe_load(text)
+    return canonical_names(values) if isinstance(values, dict) else values
+
+
+def _canonical_argument(word: str) -> str:
+    """--moe.topk=4 -> --moe.top_k=4"""
+    name, equals, value = word.partition("=")
+    if not name.startswith("--"):
+        return word
+    path, dot, leaf = name[2:].rpartition(".")
+    return f"--{path}{dot}{ALIASES.get(leaf, leaf)}{equals}{value}"
+
+
+def _require(holds: bool, field: str, got: object, rule: str) -> None:
+    if not holds:
+        raise ConfigError(field, got, rule)
+
+
+def _finite(value: float) -> bool:
+    return math.isfinite(value)
+
+
+def _check_types(config: Any) -> None:
+    """Hold every field against its annotation: a config may come from YAML, where 1e-3 is a string
+    and yes is a bool."""
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if get_origin(hint) is Literal:
+            _require(
+                value in get_args(hint),
+                name,
+                value,
+                "one of " + ", ".join(map(repr, get_args(hint))),
+            )
+            continue
+        accepted = get_args(hint) or (hint,)  # `int | None` -> (int, NoneType)
+        if float in accepted:
+            accepted = (*accepted, int)
+        matches = isinstance(value, accepted) and (bool in accepted or not isinstance(value, bool))
+        _require(matches, name, value, f"of type {getattr(hint, '__name__', hint)}")

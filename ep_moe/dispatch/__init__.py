@@ -1,0 +1,39 @@
+"""Bring each row to the ranks that need it, and the results back. Never sees weights.
+
+A new transport is a file here and its line in TRANSPORTS.
+"""
+
+import logging
+
+from ep_moe.dispatch.autograd import combine, dispatch
+from ep_moe.dispatch.collective import CollectiveTransport
+from ep_moe.dispatch.local import LocalTransport
+from ep_moe.dispatch.protocol import Caps, Transport
+from ep_moe.errors import ConfigError
+from ep_moe.parallel import ExpertParallel
+
+TRANSPORTS = {"local": LocalTransport, "collective": CollectiveTransport}
+
+log = logging.getLogger("ep_moe")
+
+__all__ = ["TRANSPORTS", "Caps", "Transport", "combine", "dispatch", "make_transport"]
+
+
+def make_transport(name: str, ep: ExpertParallel) -> Transport:
+    """The transport of that name for these ranks; `auto` takes `local` for one rank and
+    `collective` for more.
+
+    Raises ConfigError for an unknown name or a number of ranks that the transport does not serve.
+    """
+    chosen = name
+    if name == "auto":
+        chosen = "local" if ep.size == 1 else "collective"
+        log.info("transport auto: %s for %d rank(s)", chosen, ep.size)
+    if chosen not in TRANSPORTS:
+        raise ConfigError("transport", name, "one of " + ", ".join(["auto", *TRANSPORTS]))
+    transport = TRANSPORTS[chosen]
+    if transport.caps.needs_group and ep.group is None:
+        raise ConfigError("transport", name, "local or auto without a process group in `ep`")
+    if transport.caps.max_ranks is not None and ep.size > transport.caps.max_ranks:
+        raise ConfigError("transport", name, f"another than that for {ep.size} ranks, such as auto")
+    return transport(ep)

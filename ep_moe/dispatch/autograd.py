@@ -1,0 +1,69 @@
+"""Gradients of dispatch and combine, once for all transports: each is the other's adjoint.
+
+Every rank runs the same nodes and saves the same number of tensors, with or without tokens of its
+own: a non-reentrant checkpoint stops recomputing at the last saved tensor, and ranks that stop at
+different places pair up different collectives.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ep_moe.dispatch.protocol import Plan, Transport
+from ep_moe.types import Arrived, Routing
+
+
+def dispatch(x: Tensor, routing: Routing, num_experts: int, transport: Transport) -> Arrived:
+    """Send each row of x (T,H) to every rank that has one of its experts."""
+    with torch.profiler.record_function("ep_moe.dispatch"):
+        rows, gates, plan = _Dispatch.apply(
+            x, routing.gate_weights, routing.ids, num_experts, transport
+        )
+    return Arrived(rows, gates, plan.local_ids, plan)
+
+
+def combine(rows: Tensor, plan: Plan, transport: Transport) -> Tensor:
+    """Bring the experts' rows (A,H) back to their tokens and add them up: (T,H)."""
+    with torch.profiler.record_function("ep_moe.combine"):
+        return _Combine.apply(rows, plan, transport)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate_weights: Tensor,
+        ids: Tensor,
+        num_experts: int,
+        transport: Transport,
+    ) -> tuple[Tensor, Tensor, Plan]:
+        sent = transport.dispatch(x, Routing(ids, gate_weights), num_experts)
+        ctx.plan, ctx.transport = sent.plan, transport
+        # On one rank the experts work on x itself, on more they work on copies. Kept here at any
+        # number of ranks, so that changing x in place between forward and backward is torch's own
+        # error everywhere.
+        ctx.save_for_backward(x)
+        return sent.rows, sent.gate_weights, sent.plan
+
+    @staticmethod
+    def backward(ctx: Any, d_rows: Tensor, d_gates: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors
+        needs_x, needs_gates, *_rest = ctx.needs_input_grad
+        with torch.profiler.record_function("ep_moe.dispatch_backward"):
+            d_x = ctx.transport.combine(ctx.plan, d_rows) if needs_x else None
+            d_gate = ctx.transport.combine_gates(ctx.plan, d_gates) if needs_gates else None
+        return d_x, d_gate, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, plan: Plan, transport: Transport) -> Tensor:
+        ctx.plan, ctx.transport = plan, transport
+        return transport.combine(plan, rows)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.profiler.record_function("ep_moe.combine_backward"):
+            return ctx.transport.replay(ctx.plan, d_y), None, None

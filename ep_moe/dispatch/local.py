@@ -1,0 +1,38 @@
+"""One rank: arrived rows ARE x. No copy, no second implementation of the layer.
+
+`detach` makes a second handle on the same memory. Autograd takes an output that is the very input
+for a view of it, and would refuse `y += x` on one rank that it allows on two.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from ep_moe.dispatch.protocol import Caps, Sent
+from ep_moe.parallel import ExpertParallel
+from ep_moe.types import Routing
+
+
+@dataclass(frozen=True)
+class LocalPlan:
+    local_ids: Tensor  # (T,K) int32
+
+
+class LocalTransport:
+    caps: ClassVar[Caps] = Caps(needs_group=False, max_ranks=1, deterministic=True, graphable=True)
+
+    def __init__(self, ep: ExpertParallel) -> None:
+        pass
+
+    def dispatch(self, x: Tensor, routing: Routing, num_experts: int) -> Sent:
+        return Sent(LocalPlan(routing.ids.int()), x.detach(), routing.gate_weights.detach())
+
+    def replay(self, plan: LocalPlan, x: Tensor) -> Tensor:
+        return x.detach()
+
+    def combine(self, plan: LocalPlan, rows: Tensor) -> Tensor:
+        return rows.detach()
+
+    def combine_gates(self, plan: LocalPlan, gates: Tensor) -> Tensor:
+        return gates.detach()

@@ -1,0 +1,71 @@
+"""What a transport is: two adjoint moves without autograd, and what it can do."""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+from torch import Tensor
+
+from ep_moe.parallel import ExpertParallel
+from ep_moe.types import Routing
+
+
+@dataclass(frozen=True)
+class Caps:
+    """What a transport promises; tests and `auto` read it.
+
+    needs_group    works on a torch.distributed process group.
+    max_ranks      the most ranks it serves; None = any number.
+    deterministic  two runs agree bit for bit.
+    graphable      can be captured in a CUDA graph (no host sync).
+    """
+
+    needs_group: bool
+    max_ranks: int | None
+    deterministic: bool
+    graphable: bool
+
+
+class Plan(Protocol):
+    """What dispatch learned and the way back needs. Outlives the call; holds no values of x."""
+
+    @property
+    def local_ids(self) -> Tensor: ...
+
+
+class Sent(NamedTuple):
+    """What the first dispatch of a routing brings: the plan for every later move, and the arrived
+    rows and gates."""
+
+    plan: Plan
+    rows: Tensor  # (A,H)
+    gate_weights: Tensor  # (A,K)
+
+
+class Transport(Protocol):
+    """`dispatch` learns the plan; `replay` makes the same move again; `combine` is its adjoint.
+
+    Arrived rows are ordered by (source rank, source token). combine adds in rank order in fp32 and
+    rounds once. Gate values move beside the rows: out whole, back as the sum over ranks, where
+    slots of other ranks must be 0.
+    """
+
+    caps: ClassVar[Caps]
+
+    def __init__(self, ep: ExpertParallel) -> None: ...
+
+    def dispatch(self, x: Tensor, routing: Routing, num_experts: int) -> Sent:
+        """x (T,H), ids and gate weights (T,K) -> plan, rows (A,H), gates (A,K). May meet every
+        other rank."""
+        ...
+
+    def replay(self, plan: Plan, x: Tensor) -> Tensor:
+        """(T,H) -> (A,H)"""
+        ...
+
+    def combine(self, plan: Plan, rows: Tensor) -> Tensor:
+        """(A,H) -> (T,H): the sum of a token's arrived rows"""
+        ...
+
+    def combine_gates(self, plan: Plan, gates: Tensor) -> Tensor:
+        """(A,K) -> (T,K)"""
+        ...

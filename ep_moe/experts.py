@@ -1,0 +1,191 @@
+"""The local experts: gather, gate+up GEMM, activation, down GEMM, weighted sum, as ONE autograd
+function.
+
+One function, because its backward needs less than the sum of its parts: the gate gradient of a
+packed row is <d_h without the gate, h> (+ <d_out, bias>), so the down projection's output is never
+kept. It saves the arrived rows and gates, the pre-activation, the weights and indices. Never sees
+where a row came from.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ep_moe import ops
+from ep_moe.config import MoEConfig
+from ep_moe.errors import RecomputationMismatch
+from ep_moe.parallel import ExpertParallel
+from ep_moe.types import Arrived, Packed
+
+
+class Experts(nn.Module):
+    """The experts of this rank, E_loc = num_experts / ranks of them, as plain local parameters.
+
+    w_gate_up (E_loc,2I,H), gate half first; w_down (E_loc,H,I); with config.mlp_bias b_gate_up
+    (E_loc,2I) and b_down (E_loc,H). `global_ids` says which experts of the model they are.
+    """
+
+    def __init__(self, config: MoEConfig, ep: ExpertParallel) -> None:
+        super().__init__()
+        self.config, self.ep = config, ep
+        self.global_ids = ep.local_experts(config.num_experts)
+        e, h, i = len(self.global_ids), config.hidden_size, config.intermediate_size
+        self.w_gate_up = nn.Parameter(torch.empty(e, 2 * i, h))
+        self.w_down = nn.Parameter(torch.empty(e, h, i))
+        self.register_parameter("b_gate_up", None)
+        self.register_parameter("b_down", None)
+        if config.mlp_bias:
+            self.b_gate_up = nn.Parameter(torch.empty(e, 2 * i))
+            self.b_down = nn.Parameter(torch.empty(e, h))
+        # Each rank's loss is a mean over its tokens and ranks are averaged: an expert, which sees
+        # the tokens of all ranks, would get the SUM of their gradients. This is the only place
+        # where that is put right.
+        self.grad_scale = 1 / ep.size if config.loss_reduction == "mean" else 1.0
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Normal with std 1/sqrt(inputs). One seed per global expert, drawn alike on all ranks that
+        were seeded alike: a model has the same experts on any number of ranks."""
+        seed = int(torch.randint(2**62, ()))
+        device = self.w_gate_up.device
+        if device.type == "meta":
+            return
+        for local, expert in enumerate(self.global_ids):
+            generator = torch.Generator(device).manual_seed(seed + expert)
+            for weight in (self.w_gate_up, self.w_down):
+                weight[local].normal_(std=weight.shape[2] ** -0.5, generator=generator)
+        for bias in (self.b_gate_up, self.b_down):
+            if bias is not None:
+                bias.zero_()
+
+    def forward(self, arrived: Arrived) -> Tensor:
+        """Arrived rows (A,H) -> (A,H): for each row the gate-weighted sum over its experts that
+        live here."""
+        with torch.profiler.record_function("ep_moe.experts"):
+            return _ExpertMLP.apply(
+                arrived.rows,
+                arrived.gate_weights,
+                self.w_gate_up,
+                self.w_down,
+                self.b_gate_up,
+                self.b_down,
+                arrived.local_ids,
+                self.config.activation,
+                self.grad_scale,
+            )
+
+
+class SharedExperts(nn.Module):
+    """The experts that every token meets: one dense SwiGLU MLP, replicated. w_gate_up (2J,H),
+    w_down (H,J)."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.activation = config.activation
+        self.w_gate_up = nn.Parameter(torch.empty(2 * config.shared_size, config.hidden_size))
+        self.w_down = nn.Parameter(torch.empty(config.hidden_size, config.shared_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for weight in (self.w_gate_up, self.w_down):
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(T,H) -> (T,H)"""
+        hidden = ops.ACTIVATIONS[self.activation].forward(x @ self.w_gate_up.t())
+        return hidden @ self.w_down.t()
+
+
+class _ExpertMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        gates: Tensor,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        b_gate_up: Tensor | None,
+        b_down: Tensor | None,
+        local_ids: Tensor,
+        activation: str,
+        grad_scale: float,
+    ) -> Tensor:
+        with torch.profiler.record_function("ep_moe.permute"):
+            packed = ops.pack(local_ids, len(w_gate_up))
+            packed_rows = ops.gather(rows, packed.arrived_of_packed)
+        pre = ops.grouped_gemm(packed_rows, w_gate_up, packed.offsets, b_gate_up)
+        h = ops.ACTIVATIONS[activation].forward(pre)
+        y = ops.grouped_gemm(h, w_down, packed.offsets, b_down)
+        with torch.profiler.record_function("ep_moe.permute"):
+            out = ops.weighted_sum(y, gates, packed.packed_of_arrived)
+        ctx.save_for_backward(
+            rows, gates, pre, w_gate_up, w_down, b_down, local_ids, *vars(packed).values()
+        )
+        ctx.local_ids, ctx.activation, ctx.grad_scale = local_ids, activation, grad_scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        rows, gates, pre, w_gate_up, w_down, b_down, local_ids, *indices = ctx.saved_tensors
+        _check_recomputed(local_ids, ctx.local_ids)
+        packed = Packed(*indices)
+        needs_rows, needs_gates, needs_gate_up, needs_down, needs_b_gate_up, needs_b_down = (
+            ctx.needs_input_grad[:6]
+        )
+        scale, offsets = ctx.grad_scale, packed.offsets
+        activation = ops.ACTIVATIONS[ctx.activation]
+        d_rows = d_gates = d_w_gate_up = d_w_down = d_b_gate_up = d_b_down = None
+
+        with torch.profiler.record_function("ep_moe.experts_backward"):
+            with torch.profiler.record_function("ep_moe.permute_backward"):
+                d_out_packed = ops.gather(d_out, packed.arrived_of_packed)
+                gate = gates[packed.arrived_of_packed, packed.choice_of_packed][:, None]
+            h = activation.forward(pre)
+            d_h = ops.grouped_gemm_dgrad(d_out_packed, w_down, offsets).to(
+                gate.dtype
+            )  # no gate yet
+            if needs_gates:
+                d_gate = (d_h * h).sum(dim=1)
+                if b_down is not None:
+                    expert_of_packed = _expert_of_packed(offsets, len(h))
+                    d_gate += (d_out_packed.to(gate.dtype) * b_down[expert_of_packed]).sum(dim=1)
+                d_gates = torch.zeros_like(gates)
+                d_gates[packed.arrived_of_packed, packed.choice_of_packed] = d_gate
+            d_y = (gate * d_out_packed).to(d_out.dtype)
+            if needs_down:
+                d_w_down = ops.grouped_gemm_wgrad(d_y, h, offsets, scale=scale)
+            if needs_b_down:
+                d_b_down = ops.grouped_bias_grad(d_y, offsets, scale=scale)
+            d_pre = activation.backward(gate * d_h, pre)
+            if needs_gate_up:
+                packed_rows = ops.gather(rows, packed.arrived_of_packed)
+                d_w_gate_up = ops.grouped_gemm_wgrad(d_pre, packed_rows, offsets, scale=scale)
+            if needs_b_gate_up:
+                d_b_gate_up = ops.grouped_bias_grad(d_pre, offsets, scale=scale)
+            if needs_rows:
+                d_packed = ops.grouped_gemm_dgrad(d_pre, w_gate_up, offsets)
+                with torch.profiler.record_function("ep_moe.permute_backward"):
+                    d_rows = ops.gather_backward(d_packed, packed.packed_of_arrived)
+        return d_rows, d_gates, d_w_gate_up, d_w_down, d_b_gate_up, d_b_down, None, None, None
+
+
+def _expert_of_packed(offsets: Tensor, num_rows: int) -> Tensor:
+    """offsets [0,2,2,5] -> [0,0,2,2,2]"""
+    rows = torch.arange(num_rows, device=offsets.device)
+    return torch.searchsorted(offsets[1:].long(), rows, right=True)
+
+
+def _check_recomputed(recomputed: Tensor, original: Tensor) -> None:
+    """Under activation checkpointing the saved indices were computed again; they must be the same
+    ones.
+
+    Counts are not enough to compare: two tokens that swap experts keep every count.
+    """
+    if recomputed.data_ptr() != original.data_ptr() and not torch.equal(recomputed, original):
+        raise RecomputationMismatch(
+            "activation checkpointing recomputed a different routing than the forward pass had, so "
+            "the gradients would belong to other experts: the block must be deterministic (no "
+            "noise, no changed parameters between forward and backward, preserve_rng_state=True)"
+        )

@@ -1,0 +1,89 @@
+"""The layer: route, dispatch, experts, combine."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ep_moe.config import MoEConfig
+from ep_moe.dispatch import Transport, combine, dispatch, make_transport
+from ep_moe.errors import InputError
+from ep_moe.experts import Experts, SharedExperts
+from ep_moe.parallel import ExpertParallel
+from ep_moe.routing import Router
+from ep_moe.types import Routing, RoutingStats
+
+
+class MoELayer(nn.Module):
+    """An expert-parallel Mixture-of-Experts layer.
+
+    ep = None (all experts here), a ProcessGroup or a DeviceMesh (its ranks share the experts; every
+    rank must call the layer equally often, in the same order, and have y in its loss: `y.sum() *
+    0` suffices).
+
+    Raises ConfigError when the experts do not divide among the ranks or the transport is unknown or
+    cannot serve them.
+    """
+
+    def __init__(self, config: MoEConfig, ep: dist.ProcessGroup | DeviceMesh | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.ep = ExpertParallel.resolve(ep)
+        self.transport = make_transport(config.transport, self.ep)
+        self.router = Router(config)
+        self.experts = Experts(config, self.ep)
+        self.shared_experts = SharedExperts(config) if config.shared_size else None
+
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, RoutingStats]:
+        """x (..., H) in the dtype of the parameters; padding_mask (...) bool, True = padding, goes
+        nowhere.
+
+        Returns y of x's shape and the RoutingStats, whose losses the caller adds to its own
+        (`total_aux`). y at padding is 0, from the shared experts too. Raises InputError for a
+        wrong shape or dtype.
+        """
+        x_TH, mask_T = self._flatten(x, padding_mask)
+        with torch.profiler.record_function("ep_moe.route"):
+            routing, stats = self.router(x_TH, mask_T)
+        y_TH = _moe(x_TH, routing, self.experts, self.transport)
+        if self.shared_experts is not None:
+            y_TH = y_TH + self.shared_experts(x_TH)
+        return y_TH.view(x.shape), stats
+
+    def _flatten(self, x: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(..., H) -> (T,H), with zeros at padding: its NaNs must not reach a weight gradient."""
+        hidden = self.config.hidden_size
+        if x.ndim < 1 or x.shape[-1] != hidden:
+            raise InputError(
+                "x", f"of shape {tuple(x.shape)}", f"(..., {hidden}): hidden_size last"
+            )
+        x_TH = x.reshape(-1, hidden)
+        if padding_mask is None:
+            return x_TH, None
+        if padding_mask.dtype != torch.bool or padding_mask.shape != x.shape[:-1]:
+            got = f"{padding_mask.dtype} of shape {tuple(padding_mask.shape)}"
+            raise InputError("padding_mask", got, f"torch.bool of shape {tuple(x.shape[:-1])}")
+        mask_T = padding_mask.reshape(-1)
+        return x_TH.masked_fill(mask_T[:, None], 0.0), mask_T
+
+
+def moe(x: Tensor, routing: Routing, experts: Experts, transport: Transport) -> Tensor:
+    """The layer for callers with their own router: x (T,H), routing of T tokens -> y (T,H).
+
+    `transport` comes from `make_transport(name, experts.ep)`. Checks the routing (one host sync on
+    a GPU).
+    """
+    if x.ndim != 2 or x.shape[1] != experts.config.hidden_size:
+        rule = f"(tokens, {experts.config.hidden_size})"
+        raise InputError("x", f"of shape {tuple(x.shape)}", rule)
+    routing.validate(len(x), experts.config.num_experts)
+    return _moe(x, routing, experts, transport)
+
+
+def _moe(x: Tensor, routing: Routing, experts: Experts, transport: Transport) -> Tensor:
+    dtype = experts.w_gate_up.dtype
+    if x.dtype != dtype:
+        rule = f"{dtype}, as the expert parameters: cast x, or the layer with .to()"
+        raise InputError("x", x.dtype, rule)
+    arrived = dispatch(x, routing, experts.config.num_experts, transport)
+    return combine(experts(arrived), arrived.plan, transport)

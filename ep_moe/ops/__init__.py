@@ -1,0 +1,33 @@
+"""What each step of the expert side computes: plain forward and backward functions in torch.
+
+They are not autograd functions (`ep_moe.experts` is the one that strings them together), so fusions
+may cross them. All accumulate in fp32, or fp64 when the input is fp64, and round once at the end.
+"""
+
+from ep_moe.ops.activation import ACTIVATIONS, Activation
+from ep_moe.ops.gather import gather, gather_backward
+from ep_moe.ops.grouped_gemm import (
+    grouped_bias_grad,
+    grouped_gemm,
+    grouped_gemm_dgrad,
+    grouped_gemm_wgrad,
+)
+from ep_moe.ops.pack import pack
+from ep_moe.ops.router_logits import router_logits, router_logits_backward
+from ep_moe.ops.weighted_sum import weighted_sum, weighted_sum_backward
+
+__all__ = [
+    "ACTIVATIONS",
+    "Activation",
+    "gather",
+    "gather_backward",
+    "grouped_bias_grad",
+    "grouped_gemm",
+    "grouped_gemm_dgrad",
+    "grouped_gemm_wgrad",
+    "pack",
+    "router_logits",
+    "router_logits_backward",
+    "weighted_sum",
+    "weighted_sum_backward",
+]

@@ -1,0 +1,71 @@
+"""One matrix product per expert over the packed rows that it owns: forward, input gradient, weight
+gradient.
+
+`offsets` are exclusive and cumulative, length E_loc+1: expert e owns rows [offsets[e],
+offsets[e+1]), none when the two are equal. Rows past offsets[-1] are never read; what stands there
+in an output is zero.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ep_moe.errors import InputError
+
+
+def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y[s] = weight[e] @ x[s] (+ bias[e]) for the expert e that owns row s.
+
+    x (S,N_in), weight (E_loc,N_out,N_in), offsets (E_loc+1,) int32, bias (E_loc,N_out) -> (S,N_out)
+    """
+    y = x.new_zeros(len(x), weight.shape[1])
+    for e, rows in _groups(offsets, len(weight), len(x)):
+        torch.mm(x[rows], weight[e].t(), out=y[rows])
+        if bias is not None:
+            y[rows] += bias[e]
+    return y
+
+
+def grouped_gemm_dgrad(d_y: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """d_x[s] = d_y[s] @ weight[e].  (S,N_out), (E_loc,N_out,N_in) -> (S,N_in)"""
+    d_x = d_y.new_zeros(len(d_y), weight.shape[2])
+    for e, rows in _groups(offsets, len(weight), len(d_y)):
+        torch.mm(d_y[rows], weight[e], out=d_x[rows])
+    return d_x
+
+
+def grouped_gemm_wgrad(d_y: Tensor, x: Tensor, offsets: Tensor, *, scale: float = 1.0) -> Tensor:
+    """d_weight[e] = scale * sum_s d_y[s] x[s]^T over the rows of e; exactly zero for an empty
+    expert.
+
+    d_y (S,N_out), x (S,N_in) -> (E_loc,N_out,N_in)
+    """
+    num_experts = len(offsets) - 1
+    d_weight = x.new_zeros(num_experts, d_y.shape[1], x.shape[1])
+    for e, rows in _groups(offsets, num_experts, len(x)):
+        torch.mm(d_y[rows].t(), x[rows], out=d_weight[e])
+    return d_weight.mul_(scale) if scale != 1.0 else d_weight
+
+
+def grouped_bias_grad(d_y: Tensor, offsets: Tensor, *, scale: float = 1.0) -> Tensor:
+    """d_bias[e] = scale * sum_s d_y[s] over the rows of e.  (S,N_out) -> (E_loc,N_out)"""
+    num_experts = len(offsets) - 1
+    d_bias = d_y.new_zeros(num_experts, d_y.shape[1])
+    for e, rows in _groups(offsets, num_experts, len(d_y)):
+        d_bias[e] = d_y[rows].sum(0)
+    return d_bias.mul_(scale) if scale != 1.0 else d_bias
+
+
+def _groups(offsets: Tensor, num_experts: int, num_rows: int) -> Iterator[tuple[int, slice]]:
+    """The non-empty experts and their rows. Lengths or inclusive ends passed as offsets are
+    refused, not guessed."""
+    ends = offsets.tolist()
+    ordered = all(a <= b for a, b in pairwise(ends))
+    if len(ends) != num_experts + 1 or ends[0] != 0 or not ordered or ends[-1] > num_rows:
+        rule = f"{num_experts + 1} exclusive cumulative sums from 0 to at most {num_rows} rows"
+        raise InputError("offsets", ends, rule)
+    for e in range(num_experts):
+        if ends[e] < ends[e + 1]:
+            yield e, slice(ends[e], ends[e + 1])

@@ -1,0 +1,34 @@
+"""Order the (arrived row, local expert) pairs of a rank by expert. An index, not a copy."""
+
+import torch
+from torch import Tensor
+
+from ep_moe.types import Packed
+
+
+def pack(local_ids: Tensor, num_local_experts: int) -> Packed:
+    """Sort the pairs by local expert, then by arrived row (stable, so two runs agree).
+
+    local_ids (A,K) int32, -1 = that choice lives elsewhere -> Packed with S = pairs that live here.
+    A = 0 is fine.
+
+    [[0,-1],[1,0],[-1,1]], 2 experts -> arrived_of_packed [0,1,1,2], offsets [0,2,4] (more in
+    `Packed`).
+    """
+    rows, choices = local_ids.shape
+    flat = local_ids.reshape(-1).long()
+    # An absent pair sorts behind every expert: -1 in front would shift each row by the number of
+    # absentees.
+    key = torch.where(flat < 0, num_local_experts, flat)
+    by_expert, order = torch.sort(key, stable=True)
+    experts = torch.arange(num_local_experts + 1, device=flat.device)
+    offsets = torch.searchsorted(by_expert, experts).int()
+    order = order[: int(offsets[-1])]
+    packed_of_arrived = flat.new_full((rows * choices,), -1, dtype=torch.int32)
+    packed_of_arrived[order] = torch.arange(len(order), dtype=torch.int32, device=flat.device)
+    return Packed(
+        arrived_of_packed=(order // choices).int(),
+        choice_of_packed=(order % choices).int(),
+        packed_of_arrived=packed_of_arrived.view(rows, choices),
+        offsets=offsets,
+    )

@@ -1,0 +1,87 @@
+"""Checkpoints that any number of ranks writes and any number reads.
+
+torch.distributed.checkpoint does the work. What it must be told is that rank r's experts are the
+r-th slice of a larger tensor, in the parameters AND in the optimizer's moments: plain tensors of
+the same name on each rank would be taken for replicas, and all but one rank's experts would be
+lost.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ep_moe.training.expert_parameters import expert_parameters
+
+
+def save_checkpoint(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    extra: dict[str, Any] | None = None,
+) -> None:
+    """Write parameters, buffers, optimizer state and `extra` (picklable) into the directory `path`.
+    All ranks call it."""
+    save({**_global_state(model, optimizer), "extra": extra or {}}, checkpoint_id=path)
+
+
+def load_checkpoint(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    extra: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Read into model and optimizer what any number of ranks wrote; returns `extra`, which names
+    the keys to expect.
+
+    Missing keys and wrong shapes raise. All ranks call it.
+    """
+    state = {**_global_state(model, optimizer), "extra": dict(extra or {})}
+    load(state, checkpoint_id=path)
+    local = {part: _local(state[part]) for part in ("model", "optimizer")}
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=local["model"],
+        optim_state_dict=local["optimizer"],
+    )
+    return state["extra"]
+
+
+def _global_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Both state dicts by fully qualified name, expert tensors as DTensors sharded over the ranks
+    of their group."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    meshes: dict[int, DeviceMesh] = {}
+    for name, parameter, ep in expert_parameters(model):
+        if ep.group is None:
+            continue
+        if id(ep.group) not in meshes:
+            meshes[id(ep.group)] = DeviceMesh.from_group(ep.group, parameter.device.type)
+        mesh = meshes[id(ep.group)]
+        model_state[name] = _shard(model_state[name], mesh)
+        moments: dict[str, Any] = optimizer_state["state"][name]  # pyright: ignore
+        for key, value in moments.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                moments[key] = _shard(value, mesh)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def _shard(local: Any, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+
+
+def _local(state: Any) -> Any:
+    if isinstance(state, DTensor):
+        return state.to_local()
+    if isinstance(state, dict):
+        return {key: _local(value) for key, value in state.items()}
+    return state

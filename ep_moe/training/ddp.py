@@ -1,0 +1,18 @@
+"""Keep DistributedDataParallel's hands off the experts: each rank has its own, and DDP would
+average them away."""
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ep_moe.training.expert_parameters import expert_parameters
+
+
+def ddp_ignore(model: nn.Module) -> nn.Module:
+    """Call before `DistributedDataParallel(model)`. Returns the model.
+
+    DDP's broadcast names a parameter on its root `w`, its reducer `.w`; the list holds both forms.
+    """
+    names = [name for name, parameter, ep in expert_parameters(model) if ep.size > 1]
+    names += [f".{name}" for name in names if "." not in name]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    return model

@@ -1,0 +1,36 @@
+"""What every test may ask for: a device, and memory in which an unwritten output shows."""
+
+import os
+
+import hypothesis
+import pytest
+import torch
+
+# Deterministic cuBLAS asks for it before the first product.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+# The same examples in every run, and no folder of them left behind.
+hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
+hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU: torch.cuda.is_available() is False")
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch):
+    """torch.empty returns NaN (the largest value for integers), and an op without a deterministic
+    form raises."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

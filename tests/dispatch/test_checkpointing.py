@@ -1,0 +1,84 @@
+"""Activation checkpointing across ranks, and changes of x between forward and backward."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+import ep_moe
+from ep_moe.testing import run_ranks
+
+CONFIG = ep_moe.MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=1)
+
+
+def route_differently_on_recompute(ep):
+    """Tokens swap experts before recomputation: every count stays, every gradient is wrong."""
+    torch.manual_seed(0)
+    layer = ep_moe.MoELayer(CONFIG, ep=ep)
+    with torch.no_grad():
+        layer.router.weight.copy_(torch.eye(4, 8) * 9)
+    x = torch.eye(8)[:4].clone().requires_grad_()
+    calls = []
+
+    def block(x):
+        calls.append(0)
+        return layer(x.flip(0) if len(calls) > 1 else x)[0]
+
+    y = checkpoint(block, x, use_reentrant=False)
+    with pytest.raises(ep_moe.RecomputationMismatch, match="a different routing"):
+        y.sum().backward()
+
+
+def rank_routes_differently(rank):
+    route_differently_on_recompute(dist.group.WORLD)
+
+
+def test_changed_routing_is_named():
+    route_differently_on_recompute(None)
+
+
+def test_changed_routing_is_named_across_ranks():
+    run_ranks(rank_routes_differently, 2)
+
+
+def change_x_in_place(ep, dtype):
+    """The same on one rank, where the experts work on x, and on two, where they have copies."""
+    layer = ep_moe.MoELayer(CONFIG, ep=ep).to(dtype)
+    x = torch.randn(6, 8, dtype=dtype)
+    y, _ = layer(x)
+    x.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def change_x_in_place_without_grad(ep):
+    torch.manual_seed(1)
+    layer = ep_moe.MoELayer(CONFIG, ep=ep)
+    x = torch.randn(6, 8)
+    with torch.no_grad():
+        y, _ = layer(x)
+        before = y.clone()
+        x.zero_()
+    assert torch.equal(y, before)
+
+
+def change_y_in_place(ep):
+    """y is the caller's: a residual added in place must not be refused on one rank only."""
+    x = torch.randn(6, 8, requires_grad=True)
+    y, _ = ep_moe.MoELayer(CONFIG, ep=ep)(x)
+    y += x
+    y.sum().backward()
+
+
+def rank_changes_x(rank, dtype):
+    change_y_in_place(dist.group.WORLD)
+    change_x_in_place(dist.group.WORLD, dtype)
+    change_x_in_place_without_grad(dist.group.WORLD)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_x_changed_in_place(dtype):
+    change_y_in_place(None)
+    change_x_in_place(None, dtype)
+    change_x_in_place_without_grad(None)
+    run_ranks(rank_changes_x, 2, dtype)

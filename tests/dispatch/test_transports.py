@@ -1,0 +1,157 @@
+"""What every transport promises: one row per (token, rank), in order, and two adjoint moves."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ep_moe import ConfigError, ExpertParallel, Routing, make_transport
+from ep_moe.dispatch import TRANSPORTS
+from ep_moe.testing import assert_close, run_ranks
+
+E, K, H = 12, 3, 5
+SHARES = {
+    "even": (6, 6, 6, 6),
+    "uneven and odd": (7, 1, 3, 5),
+    "some empty": (0, 9, 0, 2),
+    "all empty": (0, 0, 0, 0),
+}
+CHOICES = ("random", "one expert takes all", "half the slots nowhere")
+
+
+def share(rank: int, tokens: int, choice: str) -> tuple[Tensor, Routing]:
+    """x[t] = (rank, t, ...), so that a row says where it came from."""
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(tokens, H, generator=generator, dtype=torch.float64)
+    x[:, 0], x[:, 1] = rank, torch.arange(tokens)
+    ids = torch.rand(tokens, E, generator=generator).argsort(1)[:, :K].int()
+    if choice == "one expert takes all":
+        ids = torch.full((tokens, K), -1, dtype=torch.int32)
+        ids[:, 0] = E - 1
+    elif choice == "half the slots nowhere":
+        ids[torch.rand(tokens, K, generator=generator) < 0.5] = -1
+    gates = torch.rand(tokens, K, generator=generator, dtype=torch.float64)
+    return x, Routing(ids, gates)
+
+
+def rank_moves(rank, name, world_size):
+    """Every cell in one go: starting ranks costs more than the moves."""
+    cells = [(shares, choice) for shares in SHARES for choice in CHOICES]
+    return {c: moves(rank, name, SHARES[c[0]][:world_size], c[1]) for c in cells}
+
+
+def moves(rank, name, tokens, choice):
+    ep = ExpertParallel.resolve(dist.group.WORLD)
+    transport = make_transport(name, ep)
+    x, routing = share(rank, tokens[rank], choice)
+    plan, rows, gates = transport.dispatch(x, routing, E)
+    generator = torch.Generator().manual_seed(50 + rank)
+    back_rows = torch.randn(rows.shape, generator=generator, dtype=rows.dtype)
+    back_gates = torch.randn(gates.shape, generator=generator, dtype=gates.dtype)
+    back_gates = back_gates.masked_fill(plan.local_ids < 0, 0.0)
+    return {
+        "rows": rows.clone(),
+        "gates": gates.clone(),
+        "local_ids": plan.local_ids.clone(),
+        "replayed": transport.replay(plan, x).clone(),
+        "back_rows": back_rows,
+        "combined": transport.combine(plan, back_rows).clone(),
+        "back_gates": back_gates,
+        "combined_gates": transport.combine_gates(plan, back_gates).clone(),
+        "repeats": all(
+            torch.equal(transport.combine(plan, back_rows), transport.combine(plan, back_rows))
+            for _ in range(3)
+        ),
+    }
+
+
+def expected_arrivals(name, world_size, tokens, choice, rank):
+    """Rows, local ids and gates that rank must see: a loop over all tokens of all ranks."""
+    each = E // world_size
+    rows, ids, gates = [], [], []
+    for source in range(world_size):
+        x, routing = share(source, tokens[source], choice)
+        for t in range(len(x)):
+            local = [i - rank * each for i in routing.ids[t].tolist()]
+            local = [i if 0 <= i < each else -1 for i in local]
+            if max(local) >= 0 or name == "local":  # on one rank the arrived rows ARE x
+                rows.append(x[t])
+                ids.append(local)
+                gates.append(routing.gate_weights[t])
+    if not rows:
+        return torch.zeros(0, H), torch.zeros(0, K, dtype=torch.int32), torch.zeros(0, K)
+    return torch.stack(rows), torch.tensor(ids, dtype=torch.int32), torch.stack(gates)
+
+
+RUNS = [
+    (name, world_size)
+    for name, transport in TRANSPORTS.items()
+    for world_size in (1, 2, 3, 4)
+    if world_size <= (transport.caps.max_ranks or 4)
+]
+
+
+@pytest.mark.parametrize("name, world_size", RUNS)
+def test_moves(name, world_size):
+    ranks = run_ranks(rank_moves, world_size, name, world_size)
+    for shares, choice in ranks[0]:
+        tokens = SHARES[shares][:world_size]
+        check_moves(name, tokens, choice, [got[shares, choice] for got in ranks])
+
+
+def check_moves(name, tokens, choice, ranks):
+    for rank, got in enumerate(ranks):
+        rows, local_ids, gates = expected_arrivals(name, len(tokens), tokens, choice, rank)
+        assert torch.equal(got["local_ids"], local_ids)
+        assert_close(got["rows"], rows, name="arrived rows", tolerance=0.0)
+        assert_close(got["replayed"], rows, name="replayed rows", tolerance=0.0)
+        here = local_ids >= 0
+        assert_close(got["gates"][here], gates[here], name="gates", tolerance=0.0)
+        assert got["repeats"] or not TRANSPORTS[name].caps.deterministic
+    # <dispatch(x), r> = <x, combine(r)>, summed over ranks: each is the other's transpose
+    outward = sum((got["rows"] * got["back_rows"]).sum() for got in ranks)
+    inward = sum(
+        (share(rank, tokens[rank], choice)[0] * got["combined"]).sum()
+        for rank, got in enumerate(ranks)
+    )
+    assert_close(inward, outward, name="adjoint of the rows")
+    outward = sum((got["gates"] * got["back_gates"]).sum() for got in ranks)
+    inward = sum(
+        (share(rank, tokens[rank], choice)[1].gate_weights * got["combined_gates"]).sum()
+        for rank, got in enumerate(ranks)
+    )
+    assert_close(inward, outward, name="adjoint of the gates")
+
+
+def test_unknown_transport():
+    with pytest.raises(
+        ConfigError, match=r"transport = 'carrier pigeon'.*'?auto.*local.*collective"
+    ):
+        make_transport("carrier pigeon", ExpertParallel())
+
+
+def test_local_serves_one_rank():
+    with pytest.raises(ConfigError, match=r"transport = 'local'.*2 ranks"):
+        make_transport("local", replace(ExpertParallel(), size=2))
+
+
+def test_collective_needs_a_group():
+    with pytest.raises(ConfigError, match=r"transport = 'collective'.* process group"):
+        make_transport("collective", ExpertParallel())
+
+
+def rank_of_small_group(rank):
+    """A group of one rank among others talks to itself, not to the world."""
+    alone = [dist.new_group([r]) for r in range(2)][rank]
+    return moves_of(make_transport("collective", ExpertParallel.resolve(alone)), 5 + rank)
+
+
+def moves_of(transport, tokens):
+    x, routing = share(0, tokens, "random")
+    return len(transport.dispatch(x, routing, E).rows)
+
+
+def test_group_of_one_in_a_larger_world():
+    assert run_ranks(rank_of_small_group, 2) == [5, 6]

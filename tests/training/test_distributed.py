@@ -1,0 +1,137 @@
+"""DDP around the dense part, one norm for all ranks, checkpoints that any number of ranks reads."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ep_moe
+from ep_moe.testing import assert_close, run_ranks
+
+CONFIG = ep_moe.MoEConfig(hidden_size=16, intermediate_size=12, num_experts=8, top_k=2)
+
+
+class Model(nn.Module):
+    """A linear layer and an MoE layer: the least that has replicated and expert parameters."""
+
+    def __init__(self, ep):
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = nn.Linear(16, 16)
+        self.moe = ep_moe.MoELayer(CONFIG, ep=ep)
+
+    def forward(self, x):
+        y, _ = self.moe(self.dense(x))
+        return y
+
+
+def batch(rank, step=0, tokens=10):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(tokens, 16, generator=generator)
+
+
+def train(model, optimizer, batches, max_norm=0.1):
+    """One step a batch; batches hold the shares of the ranks that this process stands for."""
+    norms = []
+    for shares in batches:
+        optimizer.zero_grad()
+        torch.stack([model(x).square().mean() for x in shares]).mean().backward()
+        module = model.module if isinstance(model, DistributedDataParallel) else model
+        norms.append(ep_moe.clip_grad_norm_(module, max_norm))
+        optimizer.step()
+    return torch.stack(norms)
+
+
+def trained(ep, ranks, steps, load=None, save=None):
+    """Train `steps`, as the only process for all `ranks`, or as one of them under DDP."""
+    model = ep_moe.ddp_ignore(Model(ep))
+    wrapped = DistributedDataParallel(model) if ep is not None else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if load:
+        assert ep_moe.load_checkpoint(load, wrapped, optimizer, {"step": None}) == {"step": 3}
+    norms = train(wrapped, optimizer, [[batch(r, step) for r in ranks] for step in steps])
+    if save:
+        ep_moe.save_checkpoint(save, wrapped, optimizer, {"step": 3})
+    return norms, {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def rank_trained(rank, steps, load, save):
+    return trained(dist.group.WORLD, [rank], steps, load, save)
+
+
+def assert_same_model(ranks, one):
+    for rank, (norms, weights) in enumerate(ranks):
+        assert_close(norms, one[0], name=f"norms of rank {rank}")
+        for name, value in one[1].items():
+            if ".experts." in name:
+                each = len(value) // len(ranks)
+                value = value[rank * each : (rank + 1) * each]
+            assert_close(weights[name], value, name=f"{name} of rank {rank}")
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ddp_training_equals_one_process(world_size):
+    ranks = run_ranks(rank_trained, world_size, range(3), None, None)
+    assert_same_model(ranks, trained(None, range(world_size), range(3)))
+
+
+@pytest.mark.parametrize("written_by, read_by", [(2, 1), (1, 2), (2, 4)])
+def test_checkpoint_read_by_other_number_of_ranks(written_by, read_by, tmp_path):
+    """Train 3 steps, save, load elsewhere, train 2: as if 5 had been trained in one go."""
+    shares = range(4)  # the same data whatever the number of ranks
+
+    def run(world_size, *args):
+        if world_size == 1:
+            return [trained(None, shares, *args)]
+        return run_ranks(rank_trained_on_shares, world_size, world_size, shares, *args)
+
+    run(written_by, range(3), None, tmp_path / "checkpoint")
+    continued = run(read_by, range(3, 5), tmp_path / "checkpoint", None)
+    norms, weights = trained(None, shares, range(5))
+    assert_same_model(continued, (norms[3:], weights))
+
+
+def rank_trained_on_shares(rank, world_size, shares, steps, load, save):
+    return trained(dist.group.WORLD, shares[rank::world_size], steps, load, save)
+
+
+def test_ddp_without_the_ignore_list_would_mix_experts():
+    """The hazard that ddp_ignore is for: DDP broadcasts rank 0's experts over the others."""
+    assert run_ranks(rank_is_overwritten, 2, False) == [False, True]
+    assert run_ranks(rank_is_overwritten, 2, True) == [False, False]
+
+
+def rank_is_overwritten(rank, ignore):
+    model = Model(dist.group.WORLD)
+    before = copy.deepcopy(model.moe.experts.w_down)
+    DistributedDataParallel(ep_moe.ddp_ignore(model) if ignore else model)
+    return not torch.equal(before, model.moe.experts.w_down)
+
+
+def rank_norm(rank, norm_type, with_grad):
+    experts = ep_moe.MoELayer(CONFIG, ep=dist.group.WORLD)
+    dense = experts.router.weight
+    dense.grad = torch.full_like(dense, 0.5)
+    if with_grad[rank]:
+        w = experts.experts.w_down
+        w.grad = torch.zeros_like(w)
+        w.grad[0, 0, :2] = torch.tensor([[2.0, 4.0], [6.0, 8.0]])[rank]
+    return ep_moe.clip_grad_norm_(experts, 1.0, norm_type)
+
+
+@pytest.mark.parametrize(
+    "norm_type, with_grad, expected",
+    [
+        (2.0, (True, True), math.sqrt(120 + 0.25 * 128)),
+        (2.0, (True, False), math.sqrt(20 + 0.25 * 128)),  # a rank without gradients takes part
+        (math.inf, (True, True), 8.0),
+        (math.inf, (True, False), 4.0),
+    ],
+)
+def test_norm_counts_every_expert_once(norm_type, with_grad, expected):
+    for norm in run_ranks(rank_norm, 2, norm_type, with_grad):
+        assert norm.item() == pytest.approx(expected, rel=1e-6)
