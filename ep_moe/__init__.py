@@ -5,7 +5,7 @@ from ep_moe.dispatch import make_transport
 from ep_moe.errors import BackendUnavailable, ConfigError, InputError, RecomputationMismatch
 from ep_moe.experts import Experts
 from ep_moe.layer import MoELayer, moe
-from ep_moe.parallel import ExpertParallel, init_process
+from ep_moe.parallel import ExpertParallel, Process, init_process
 from ep_moe.routing import dead_experts, grouped_topk, max_vio, select_experts, total_aux
 from ep_moe.training import clip_grad_norm_, ddp_ignore, load_checkpoint, save_checkpoint
 from ep_moe.types import Routing, RoutingStats
@@ -18,6 +18,7 @@ __all__ = [
     "InputError",
     "MoEConfig",
     "MoELayer",
+    "Process",
     "RecomputationMismatch",
     "Routing",
     "RoutingStats",

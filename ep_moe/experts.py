@@ -48,10 +48,10 @@ class Experts(nn.Module):
     def reset_parameters(self) -> None:
         """Normal with std 1/sqrt(inputs). One seed per global expert, drawn alike on all ranks that
         were seeded alike: a model has the same experts on any number of ranks."""
-        seed = int(torch.randint(2**62, ()))
         device = self.w_gate_up.device
         if device.type == "meta":
             return
+        seed = int(torch.randint(2**62, (), device="cpu"))
         for local, expert in enumerate(self.global_ids):
             generator = torch.Generator(device).manual_seed(seed + expert)
             for weight in (self.w_gate_up, self.w_down):
@@ -160,7 +160,8 @@ class _ExpertMLP(torch.autograd.Function):
                 d_b_down = ops.grouped_bias_grad(d_y, offsets, scale=scale)
             d_pre = activation.backward(gate * d_h, pre)
             if needs_gate_up:
-                packed_rows = ops.gather(rows, packed.arrived_of_packed)
+                with torch.profiler.record_function("ep_moe.permute_backward"):
+                    packed_rows = ops.gather(rows, packed.arrived_of_packed)
                 d_w_gate_up = ops.grouped_gemm_wgrad(d_pre, packed_rows, offsets, scale=scale)
             if needs_b_gate_up:
                 d_b_gate_up = ops.grouped_bias_grad(d_pre, offsets, scale=scale)

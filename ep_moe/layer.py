@@ -47,7 +47,8 @@ class MoELayer(nn.Module):
             routing, stats = self.router(x_TH, mask_T)
         y_TH = _moe(x_TH, routing, self.experts, self.transport)
         if self.shared_experts is not None:
-            y_TH = y_TH + self.shared_experts(x_TH)
+            with torch.profiler.record_function("ep_moe.shared"):
+                y_TH = y_TH + self.shared_experts(x_TH)
         return y_TH.view(x.shape), stats
 
     def _flatten(self, x: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -19,10 +19,16 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def require_gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU: torch.cuda.is_available() is False")
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU: torch.cuda.is_available() is False")
+    if request.param == "cuda":
+        request.getfixturevalue("require_gpu")
     return torch.device(request.param)
 
 

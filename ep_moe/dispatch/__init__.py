@@ -4,6 +4,7 @@ A new transport is a file here and its line in TRANSPORTS.
 """
 
 import logging
+from functools import lru_cache
 
 from ep_moe.dispatch.autograd import combine, dispatch
 from ep_moe.dispatch.collective import CollectiveTransport
@@ -12,7 +13,7 @@ from ep_moe.dispatch.protocol import Caps, Transport
 from ep_moe.errors import ConfigError
 from ep_moe.parallel import ExpertParallel
 
-TRANSPORTS = {"local": LocalTransport, "collective": CollectiveTransport}
+TRANSPORTS = {transport.name: transport for transport in (LocalTransport, CollectiveTransport)}
 
 log = logging.getLogger("ep_moe")
 
@@ -28,7 +29,7 @@ def make_transport(name: str, ep: ExpertParallel) -> Transport:
     chosen = name
     if name == "auto":
         chosen = "local" if ep.size == 1 else "collective"
-        log.info("transport auto: %s for %d rank(s)", chosen, ep.size)
+        _announce(chosen, ep.size)
     if chosen not in TRANSPORTS:
         raise ConfigError("transport", name, "one of " + ", ".join(["auto", *TRANSPORTS]))
     transport = TRANSPORTS[chosen]
@@ -37,3 +38,8 @@ def make_transport(name: str, ep: ExpertParallel) -> Transport:
     if transport.caps.max_ranks is not None and ep.size > transport.caps.max_ranks:
         raise ConfigError("transport", name, f"another than that for {ep.size} ranks, such as auto")
     return transport(ep)
+
+
+@lru_cache  # once, however many layers a model has
+def _announce(chosen: str, ranks: int) -> None:
+    log.info("transport auto: %s for %d rank(s)", chosen, ranks)

@@ -39,6 +39,7 @@ class CollectivePlan:
 
 
 class CollectiveTransport:
+    name: ClassVar[str] = "collective"
     caps: ClassVar[Caps] = Caps(
         needs_group=True, max_ranks=None, deterministic=True, graphable=False
     )

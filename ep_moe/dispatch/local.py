@@ -20,6 +20,7 @@ class LocalPlan:
 
 
 class LocalTransport:
+    name: ClassVar[str] = "local"
     caps: ClassVar[Caps] = Caps(needs_group=False, max_ranks=1, deterministic=True, graphable=True)
 
     def __init__(self, ep: ExpertParallel) -> None:

@@ -1,7 +1,7 @@
 """What a transport is: two adjoint moves without autograd, and what it can do."""
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -42,13 +42,14 @@ class Sent(NamedTuple):
 
 
 class Transport(Protocol):
-    """`dispatch` learns the plan; `replay` makes the same move again; `combine` is its adjoint.
+    """`dispatch` learns the plan, of a type of the transport's own; `replay` makes the same move again; `combine` is its adjoint.
 
     Arrived rows are ordered by (source rank, source token). combine adds in rank order in fp32 and
     rounds once. Gate values move beside the rows: out whole, back as the sum over ranks, where
     slots of other ranks must be 0.
     """
 
+    name: ClassVar[str]
     caps: ClassVar[Caps]
 
     def __init__(self, ep: ExpertParallel) -> None: ...
@@ -58,14 +59,14 @@ class Transport(Protocol):
         other rank."""
         ...
 
-    def replay(self, plan: Plan, x: Tensor) -> Tensor:
+    def replay(self, plan: Any, x: Tensor) -> Tensor:
         """(T,H) -> (A,H)"""
         ...
 
-    def combine(self, plan: Plan, rows: Tensor) -> Tensor:
+    def combine(self, plan: Any, rows: Tensor) -> Tensor:
         """(A,H) -> (T,H): the sum of a token's arrived rows"""
         ...
 
-    def combine_gates(self, plan: Plan, gates: Tensor) -> Tensor:
+    def combine_gates(self, plan: Any, gates: Tensor) -> Tensor:
         """(A,K) -> (T,K)"""
         ...

@@ -5,6 +5,8 @@ Which experts a token meets is pseudo-random in both, so that a token touches as
 would by chance.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -13,9 +15,10 @@ from ep_moe.config import MoEConfig
 _SEED = 0
 
 
+@lru_cache(maxsize=8)  # drawn once, or a benchmark would time the drawing
 def forced_ids(num_tokens: int, config: MoEConfig, device: torch.device) -> Tensor:
     """(T,K) int64, K distinct experts a token, by `config.forced_routing`; the same for the same
-    T."""
+    T. Not to be changed in place."""
     generator = torch.Generator().manual_seed(_SEED)
     table = {"balanced": _balanced, "skewed": _skewed}
     return table[config.forced_routing](num_tokens, config, generator).to(device)

@@ -6,6 +6,10 @@ the same name on each rank would be taken for replicas, and all but one rank's e
 lost.
 """
 
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,32 +30,38 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     extra: dict[str, Any] | None = None,
 ) -> None:
-    """Write parameters, buffers, optimizer state and `extra` (picklable) into the directory `path`.
-    All ranks call it."""
-    save({**_global_state(model, optimizer), "extra": extra or {}}, checkpoint_id=path)
+    """Write parameters, buffers, optimizer state and `extra` (what JSON can hold) into the
+    directory `path`. All ranks call it."""
+    state = {**_global_state(model, optimizer), "extra": json.dumps(extra or {})}
+    with _one_process_is_meant():
+        save(state, checkpoint_id=path)
 
 
 def load_checkpoint(
-    path: str | Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    extra: dict[str, Any] | None = None,
+    path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """Read into model and optimizer what any number of ranks wrote; returns `extra`, which names
-    the keys to expect.
+    """Read into model and optimizer what any number of ranks wrote; returns `extra`.
 
     Missing keys and wrong shapes raise. All ranks call it.
     """
-    state = {**_global_state(model, optimizer), "extra": dict(extra or {})}
-    load(state, checkpoint_id=path)
-    local = {part: _local(state[part]) for part in ("model", "optimizer")}
+    state = {**_global_state(model, optimizer), "extra": ""}
+    with _one_process_is_meant():
+        load(state, checkpoint_id=path)
     set_state_dict(
         model,
         optimizer,
-        model_state_dict=local["model"],
-        optim_state_dict=local["optimizer"],
+        model_state_dict=_local(state["model"]),
+        optim_state_dict=_local(state["optimizer"]),
     )
-    return state["extra"]
+    return json.loads(state["extra"])
+
+
+@contextmanager
+def _one_process_is_meant() -> Iterator[None]:
+    """torch warns whenever there is no process group, whatever it is told."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _global_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

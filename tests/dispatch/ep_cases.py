@@ -121,6 +121,11 @@ def expert_parallel(rank: int, case: Case, device: str = "cpu") -> dict[str, Any
     }
 
 
+def expert_parallel_each(rank: int, cases: list[Case], device: str) -> list[dict[str, Any]]:
+    """Many cases in one go: on a GPU, starting the ranks costs more than the cases."""
+    return [expert_parallel(rank, case, device) for case in cases]
+
+
 def one_process(case: Case, device: str = "cpu") -> dict[str, Any]:
     """The same model on the mean of the per-rank losses, all experts in one place."""
     layer = make_layer(case, None, device)

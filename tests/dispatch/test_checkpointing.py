@@ -44,11 +44,16 @@ def test_changed_routing_is_named_across_ranks():
 def change_x_in_place(ep, dtype):
     """The same on one rank, where the experts work on x, and on two, where they have copies."""
     layer = ep_moe.MoELayer(CONFIG, ep=ep).to(dtype)
-    x = torch.randn(6, 8, dtype=dtype)
-    y, _ = layer(x)
-    x.zero_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
+    for own_router in (False, True):
+        x = torch.randn(6, 8, dtype=dtype, requires_grad=True) * 1  # not a leaf, so it may change
+        if own_router:  # nothing but the dispatch is left to notice
+            ids, gates = torch.arange(6)[:, None] % 4, torch.ones(6, 1)
+            y = ep_moe.moe(x, ep_moe.Routing(ids, gates), layer.experts, layer.transport)
+        else:
+            y, _ = layer(x)
+        x.detach().zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
 
 
 def change_x_in_place_without_grad(ep):

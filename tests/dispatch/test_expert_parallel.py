@@ -5,7 +5,13 @@ import pytest
 import torch
 
 from ep_moe.testing import TOLERANCE, assert_close, run_ranks
-from tests.dispatch.ep_cases import Case, config, expert_parallel, one_process
+from tests.dispatch.ep_cases import (
+    Case,
+    config,
+    expert_parallel,
+    expert_parallel_each,
+    one_process,
+)
 
 CASES = {
     "balanced, 2": Case((12, 12), config()),
@@ -50,6 +56,18 @@ def test_equals_one_process(case):
     ranks = run_ranks(expert_parallel, case.world_size, case)
     expected = one_process(case)
     compare(case, ranks, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_equals_one_process_on_gpu(world_size, require_gpu):
+    """NCCL; where there are fewer GPUs than ranks, ranks share them."""
+    cases = [case for case in CASES.values() if case.world_size == world_size]
+    ranks = run_ranks(
+        expert_parallel_each, world_size, cases, "cuda", backend="nccl", timeout=240.0
+    )
+    for i, case in enumerate(cases):
+        compare(case, [got[i] for got in ranks], one_process(case, "cuda"))
 
 
 def compare(case, ranks, expected):

@@ -1,0 +1,270 @@
+"""Tables and plots from the records: `python -m benchmarks.report --readme README.md`.
+
+Of each (bench, device, case) the latest run counts, with all that it measured and nothing else:
+numbers of different runs do not compare. Where ours is behind, a line under the table says so.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.records import Record, read_records
+from ep_moe.config import parse_args
+
+OURS = "ep_moe"
+CEILING = "ceiling"  # an implementation so named, or `ceiling: ...`, is a bound and no competitor
+_CEILING_OF_UNIT = {"TFLOP/s": "matmul", "TB/s": "copy"}
+_TIMING = (
+    "method",
+    "window_ms",
+    "rest_ms",
+    "rounds",
+)  # how a case was timed, rather than what it is
+_KEPT_IN_RECORDS = ("calls",)  # metrics that no table shows
+_SECTION = re.compile(r"(<!-- table:(\w+)([^>]*?) ?-->\n).*?(<!-- /table:\2 -->)", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """Tables from the records, printed or put between the markers of a README.
+
+    `<!-- table:layer tokens=4096 device=H200 -->` to `<!-- /table:layer -->` holds the bench
+    `layer`: here the rows with that value in their case and that text in their device's name.
+
+    Args:
+        results: folder of the records, one <bench>.jsonl each
+        readme: rewrite the marked sections of this file instead of printing every table
+        plots: also draw <bench>.<device>.png into this folder (needs matplotlib, the extra
+            `report`)
+    """
+
+    results: str = "benchmarks/results"
+    readme: str | None = None
+    plots: str | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one run measured of one implementation in one case.
+
+    metrics   name -> (value, unit)
+    ceilings  what this run found the machine able to do in equal windows; empty if it did not look
+    source    any of the records
+    """
+
+    case: dict[str, Any]
+    impl: str
+    metrics: dict[str, tuple[float, str]]
+    ceilings: dict[str, tuple[float, str]]
+    source: Record
+
+    @property
+    def time_ms(self) -> float | None:
+        return self.metrics["time"][0] if "time" in self.metrics else None
+
+
+def latest_rows(records: Sequence[Record]) -> list[Row]:
+    """The rows of the latest run of each (bench, device, case), in the order of their records."""
+    latest: dict[tuple[str, ...], tuple[str, str]] = {}
+    ceilings: dict[tuple[str, str], dict[str, tuple[float, str]]] = {}
+    for r in records:
+        place = (r.bench, r.device, _key(r.case))
+        latest[place] = max(latest.get(place, ("", "")), (r.date, r.run))
+        if r.impl == CEILING:
+            ceilings.setdefault((r.run, _key(_timing(r.case))), {})[r.metric] = (r.value, r.unit)
+    rows: dict[tuple[str, ...], Row] = {}
+    for r in records:
+        place = (r.bench, r.device, _key(r.case))
+        if r.impl == CEILING or latest[place] != (r.date, r.run):
+            continue
+        bounds = ceilings.get((r.run, _key(_timing(r.case))), {})
+        row = rows.setdefault((*place, r.impl), Row(r.case, r.impl, {}, bounds, r))
+        row.metrics[r.metric] = (r.value, r.unit)
+    return list(rows.values())
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown for rows of one bench: for each device what all rows share, the table, and what ours
+    loses."""
+    devices = dict.fromkeys(row.source.device for row in rows)
+    return "\n\n".join(
+        _device_table([row for row in rows if row.source.device == device]) for device in devices
+    )
+
+
+def rewrite(text: str, rows_of_bench: Mapping[str, Sequence[Row]]) -> str:
+    """Fill every marked section. Raises ValueError for a marker that matches no row."""
+
+    def section(match: re.Match[str]) -> str:
+        opening, bench, filters, closing = match.groups()
+        wanted = dict(word.split("=", 1) for word in filters.split())
+        rows = [row for row in rows_of_bench.get(bench, ()) if _matches(row, wanted)]
+        if not rows:
+            raise ValueError(
+                f"{opening.strip()} matches no record; there are records of {sorted(rows_of_bench)}"
+            )
+        return f"{opening}\n{table(rows)}\n\n{closing}"
+
+    return _SECTION.sub(section, text)
+
+
+def varying(rows: Sequence[Row]) -> list[str]:
+    """The case keys that do not have one value in all rows."""
+    keys = dict.fromkeys(key for row in rows for key in row.case)
+    return [key for key in keys if len({json.dumps(row.case.get(key)) for row in rows}) > 1]
+
+
+def words(case: Mapping[str, Any]) -> str:
+    """`tokens 64, dtype bfloat16`"""
+    return ", ".join(f"{key} {_text(value)}" for key, value in case.items())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config = parse_args(ReportConfig, argv)
+    rows_of_bench = {
+        p.stem: latest_rows(read_records(p)) for p in sorted(Path(config.results).glob("*.jsonl"))
+    }
+    if config.readme:
+        readme = Path(config.readme)
+        readme.write_text(rewrite(readme.read_text(), rows_of_bench))
+    else:
+        for bench, rows in rows_of_bench.items():
+            print(f"## {bench}\n\n{table(rows)}\n")
+    if config.plots:
+        from benchmarks.plots import plot
+
+        folder = Path(config.plots)
+        folder.mkdir(parents=True, exist_ok=True)
+        for bench, rows in rows_of_bench.items():
+            by_device: dict[str, list[Row]] = {}
+            for row in rows:
+                if "tokens" in row.case:  # the horizontal axis
+                    by_device.setdefault(row.source.device, []).append(row)
+            for device, mine in by_device.items():
+                name = re.sub(r"\W+", "_", device).strip("_")
+                plot(mine, folder / f"{bench}.{name}.png")
+
+
+def _device_table(rows: Sequence[Row]) -> str:
+    columns = _columns(rows)
+    lines = [[heading for heading, _ in columns], ["---"] * len(columns)]
+    lines += [[cell(row) for _, cell in columns] for row in rows]
+    markdown = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([_caption(rows), "", *markdown, *_losses(rows)])
+
+
+def _columns(rows: Sequence[Row]) -> list[tuple[str, Callable[[Row], str]]]:
+    """(heading, what a row shows there): case values that differ, the implementation, metrics."""
+    columns: list[tuple[str, Callable[[Row], str]]] = []
+    for key in varying(rows):
+        columns.append((key, lambda row, key=key: _text(row.case.get(key, ""))))
+    columns.append(("implementation", lambda row: row.impl))
+    ours = _our_times(rows)
+    longest_first = sorted(rows, key=lambda row: -len(row.metrics))  # it has all metrics in order
+    units = {name: unit for row in longest_first for name, (_, unit) in row.metrics.items()}
+    for metric, unit in units.items():
+        if metric in _KEPT_IN_RECORDS or _is_spread(metric):
+            continue
+        heading = metric if metric == unit else f"{metric}, {unit}"
+        columns.append((heading, lambda row, name=metric: _value(row.metrics, name)))
+        if metric == "time" and any(row.impl != OURS for row in rows):
+            columns.append((f"time / {OURS}'s", partial(_ratio, ours=ours)))
+        if bound := _CEILING_OF_UNIT.get(unit):
+            columns.append((f"of {bound}", partial(_share_of_ceiling, metric=metric, bound=bound)))
+    return columns
+
+
+def _value(metrics: Mapping[str, tuple[float, str]], name: str) -> str:
+    """`1.23 (1.20 to 1.31)` with a spread, `1.23 (40%)` beside a total, `1.23`, or nothing."""
+    if name not in metrics:
+        return ""
+    value, unit = metrics[name]
+    if f"{name}_min" in metrics:
+        low, high = (_number(metrics[f"{name}_{end}"][0]) for end in ("min", "max"))
+        return f"{_number(value)} ({low} to {high})"
+    total, total_unit = metrics.get("total", (0.0, ""))
+    if name != "total" and total and unit == total_unit:
+        return f"{_number(value)} ({value / total:.0%})"
+    return _number(value)
+
+
+def _is_spread(metric: str) -> bool:
+    return metric.endswith(("_min", "_max"))
+
+
+def _ratio(row: Row, *, ours: Mapping[str, float]) -> str:
+    base = ours.get(_key(row.case))
+    return f"{row.time_ms / base:.2f}" if row.time_ms and base else ""
+
+
+def _share_of_ceiling(row: Row, *, metric: str, bound: str) -> str:
+    if metric not in row.metrics or bound not in row.ceilings:
+        return ""
+    return f"{row.metrics[metric][0] / row.ceilings[bound][0]:.0%}"
+
+
+def _caption(rows: Sequence[Row]) -> str:
+    """Where it ran, what all rows share, and the ceilings of each run and kind of window."""
+    lines = {rows[0].source.device + ".": None}
+    for row in rows:
+        versions = words(row.source.versions)
+        lines[f"Run {row.source.run}: commit {row.source.commit}, {versions}."] = None
+    same = {key: value for key, value in rows[0].case.items() if key not in varying(rows)}
+    lines[f"In every row: {words(same)}."] = None
+    for row in rows:
+        if row.ceilings:
+            where = words({"run": row.source.run, **_timing(row.case)})
+            names = (name for name in row.ceilings if not _is_spread(name))
+            found = (
+                f"{name} {_value(row.ceilings, name)} {row.ceilings[name][1]}" for name in names
+            )
+            lines[f"Ceilings, {where}: {', '.join(found)}."] = None
+    return "  \n".join(lines)
+
+
+def _losses(rows: Sequence[Row]) -> list[str]:
+    """Each case in which somebody's median is below ours, in words."""
+    ours = _our_times(rows)
+    lost = []
+    for row in rows:
+        base = ours.get(_key(row.case))
+        if base and row.time_ms and row.time_ms < base and not row.impl.startswith(CEILING):
+            where = words({key: row.case.get(key) for key in varying(rows)}) or "the only case"
+            lost.append(f"- {row.impl} is {base / row.time_ms:.2f} times as fast: {where}")
+    return ["", f"Where {OURS} loses:", *lost] if lost else []
+
+
+def _our_times(rows: Sequence[Row]) -> dict[str, float]:
+    return {_key(row.case): row.time_ms for row in rows if row.impl == OURS and row.time_ms}
+
+
+def _matches(row: Row, wanted: Mapping[str, str]) -> bool:
+    device = wanted.get("device", "")
+    return device in row.source.device and all(
+        _text(row.case.get(key)) == value for key, value in wanted.items() if key != "device"
+    )
+
+
+def _timing(case: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: case[key] for key in _TIMING if key in case}
+
+
+def _key(case: Mapping[str, Any]) -> str:
+    return json.dumps(case, sort_keys=True)
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _number(value: float) -> str:
+    """Three digits that mean something: 0.0123, 1.23, 123, 12,345"""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+if __name__ == "__main__":
+    main()

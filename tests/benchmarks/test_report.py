@@ -1,0 +1,132 @@
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.records import Record
+from benchmarks.report import latest_rows, main, rewrite, table
+
+TIMED = {"method": "events", "window_ms": 300.0}
+
+
+def record(impl, metric, value, unit, *, run="r1", **case):
+    return Record(
+        "layer",
+        impl,
+        {**case, **TIMED},
+        metric,
+        value,
+        unit,
+        device="GPU X",
+        versions={"torch": "2.11"},
+        commit="c0ffee",
+        date=f"2026-01-0{run[1:]}",
+        run=run,
+    )
+
+
+def timed(impl, ms, *, tflops=1.0, **case):
+    spread = {"time": ms, "time_min": ms - 0.5, "time_max": ms + 1}
+    times = [record(impl, metric, value, "ms", **case) for metric, value in spread.items()]
+    return [*times, record(impl, "TFLOP/s", tflops, "TFLOP/s", **case)]
+
+
+CEILINGS = [
+    record("ceiling", "matmul", 800.0, "TFLOP/s", dtype="bf16"),
+    replace(record("ceiling", "matmul", 400.0, "TFLOP/s"), case={**TIMED, "window_ms": 40.0}),
+]
+
+
+def cells(markdown):
+    """The table's lines below its rule, split."""
+    lines = [line for line in markdown.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_implementations_stand_beside_each_other_with_what_ours_loses():
+    records = [
+        *CEILINGS,
+        *timed("ep_moe", 2.0, tflops=400, tokens=8, dtype="bf16"),
+        *timed("peer", 1.0, tflops=600, tokens=8, dtype="bf16"),
+        *timed("ceiling: dense", 0.9, tokens=8, dtype="bf16"),
+        *timed("ep_moe", 4.0, tokens=16, dtype="bf16"),
+        *timed("peer", 6.0, tokens=16, dtype="bf16"),
+    ]
+    markdown = table(latest_rows(records))
+    assert cells(markdown)[:2] == [
+        ["8", "ep_moe", "2 (1.5 to 3)", "1.00", "400", "50%"],
+        ["8", "peer", "1 (0.5 to 2)", "0.50", "600", "75%"],
+    ]
+    assert markdown.endswith("Where ep_moe loses:\n- peer is 2.00 times as fast: tokens 8")
+    assert "In every row: dtype bf16, method events, window_ms 300." in markdown
+    assert "matmul 800 TFLOP/s" in markdown
+    assert "400 TFLOP/s" not in markdown.split("|")[0]  # of another window
+
+
+def test_only_the_latest_run_of_a_case_counts_and_whole():
+    records = [
+        *timed("ep_moe", 2.0, tokens=8, run="r1"),
+        *timed("peer", 1.0, tokens=8, run="r1"),
+        *timed("ep_moe", 3.0, tokens=8, run="r2"),
+        *timed("peer", 5.0, tokens=16, run="r1"),
+    ]
+    rows = latest_rows(records)
+    shown = [(row.case["tokens"], row.impl, row.time_ms) for row in rows]
+    assert shown == [(8, "ep_moe", 3.0), (16, "peer", 5.0)]
+
+
+def test_devices_do_not_replace_each_other():
+    ours = timed("ep_moe", 2.0, tokens=8)
+    records = [*ours, *(replace(r, device="GPU Y", run="r9", date="2027") for r in ours)]
+    assert [row.source.device for row in latest_rows(records)] == ["GPU X", "GPU Y"]
+
+
+def test_a_ceiling_of_another_run_bounds_nothing():
+    rows = latest_rows([*CEILINGS, *timed("ep_moe", 2.0, tokens=8, run="r2")])
+    assert rows[0].ceilings == {}
+
+
+def test_a_breakdown_shows_shares_of_its_total():
+    stages = {"experts": 3.0, "other": 1.0, "total": 4.0}
+    records = [record("ep_moe", name, ms, "ms", tokens=8) for name, ms in stages.items()]
+    assert cells(table(latest_rows(records))) == [["ep_moe", "3 (75%)", "1 (25%)", "4"]]
+
+
+README = """before
+<!-- table:layer tokens=8 device=X -->
+old
+<!-- /table:layer -->
+after
+"""
+
+
+def test_a_marked_section_is_rewritten_and_again_to_the_same():
+    rows = {"layer": latest_rows([*timed("ep_moe", 2, tokens=8), *timed("ep_moe", 3, tokens=16)])}
+    text = rewrite(README, rows)
+    assert cells(text) == [["ep_moe", "2 (1.5 to 3)", "1", ""]]
+    assert "old" not in text
+    assert text.startswith("before\n<!-- table:layer tokens=8 device=X -->\n")
+    assert text.endswith("<!-- /table:layer -->\nafter\n")
+    assert rewrite(text, rows) == text
+
+
+@pytest.mark.parametrize("old, new", [("tokens=8", "tokens=9"), ("device=X", "device=Z")])
+def test_a_marker_that_matches_nothing_is_named(old, new):
+    rows = {"layer": latest_rows(timed("ep_moe", 2, tokens=8))}
+    with pytest.raises(ValueError, match=rf"{new}.*matches no record; .*\['layer'\]"):
+        rewrite(README.replace(old, new), rows)
+
+
+def test_the_command_prints_and_plots(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    import json
+    from dataclasses import asdict
+
+    records = [r for tokens in (8, 16) for r in timed("ep_moe", 2.0, tokens=tokens)]
+    stages = [record("ep_moe", name, 1.0, "ms", tokens=8) for name in ("experts", "total")]
+    for name, found in {"layer": [*CEILINGS, *records], "layer_stages": stages}.items():
+        lines = [json.dumps(asdict(replace(r, bench=name))) for r in found]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    main([f"--results={tmp_path}", f"--plots={tmp_path / 'plots'}"])
+    assert "## layer\n" in capsys.readouterr().out
+    drawn = sorted(path.name for path in (tmp_path / "plots").iterdir())
+    assert drawn == ["layer.GPU_X.png", "layer_stages.GPU_X.png"]
