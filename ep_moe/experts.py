@@ -152,7 +152,7 @@ class _ExpertMLP(torch.autograd.Function):
                     expert_of_packed = _expert_of_packed(offsets, len(h))
                     d_gate += (d_out_packed.to(gate.dtype) * b_down[expert_of_packed]).sum(dim=1)
                 d_gates = torch.zeros_like(gates)
-                d_gates[packed.arrived_of_packed, packed.choice_of_packed] = d_gate
+                d_gates[packed.arrived_of_packed, packed.choice_of_packed] = d_gate.to(gates.dtype)
             d_y = (gate * d_out_packed).to(d_out.dtype)
             if needs_down:
                 d_w_down = ops.grouped_gemm_wgrad(d_y, h, offsets, scale=scale)

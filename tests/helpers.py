@@ -56,6 +56,11 @@ def in_layout(matrix: Tensor, layout: str) -> Tensor:
     return matrix
 
 
+def leaf(value: Tensor) -> Tensor:
+    """A float64 copy that collects a gradient."""
+    return value.detach().double().requires_grad_()
+
+
 def small_config(**changes: Any) -> MoEConfig:
     sizes = {"hidden_size": 16, "intermediate_size": 12, "num_experts": 8, "top_k": 2}
     return MoEConfig(**(sizes | changes))

@@ -18,7 +18,9 @@ def test_embedding_lines(ranks, tmp_path):
     torchrun = [*["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"], str(ranks)]
     command = [sys.executable, *(torchrun if ranks > 1 else []), str(program)]
     environ = {"PATH": "", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ROOT}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)
+    run = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environ
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("trained True") == ranks
 

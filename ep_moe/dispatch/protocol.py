@@ -42,7 +42,8 @@ class Sent(NamedTuple):
 
 
 class Transport(Protocol):
-    """`dispatch` learns the plan, of a type of the transport's own; `replay` makes the same move again; `combine` is its adjoint.
+    """`dispatch` learns the plan, of a type of the transport's own; `replay` makes the same move
+    again; `combine` is its adjoint.
 
     Arrived rows are ordered by (source rank, source token). combine adds in rank order in fp32 and
     rounds once. Gate values move beside the rows: out whole, back as the sum over ranks, where

@@ -6,7 +6,6 @@ offsets[e+1]), none when the two are equal. Rows past offsets[-1] are never read
 in an output is zero.
 """
 
-from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
@@ -20,11 +19,12 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None
 
     x (S,N_in), weight (E_loc,N_out,N_in), offsets (E_loc+1,) int32, bias (E_loc,N_out) -> (S,N_out)
     """
+    if bias is not None:  # as one more input that is always 1: added before the one rounding
+        x = torch.cat([x, x.new_ones(len(x), 1)], dim=1)
+        weight = torch.cat([weight, bias[:, :, None]], dim=2)
     y = x.new_zeros(len(x), weight.shape[1])
     for e, rows in _groups(offsets, len(weight), len(x)):
         torch.mm(x[rows], weight[e].t(), out=y[rows])
-        if bias is not None:
-            y[rows] += bias[e]
     return y
 
 
@@ -42,30 +42,30 @@ def grouped_gemm_wgrad(d_y: Tensor, x: Tensor, offsets: Tensor, *, scale: float 
 
     d_y (S,N_out), x (S,N_in) -> (E_loc,N_out,N_in)
     """
-    num_experts = len(offsets) - 1
-    d_weight = x.new_zeros(num_experts, d_y.shape[1], x.shape[1])
-    for e, rows in _groups(offsets, num_experts, len(x)):
+    groups = _groups(offsets, None, len(x))
+    d_weight = x.new_zeros(len(offsets) - 1, d_y.shape[1], x.shape[1])
+    for e, rows in groups:
         torch.mm(d_y[rows].t(), x[rows], out=d_weight[e])
     return d_weight.mul_(scale) if scale != 1.0 else d_weight
 
 
 def grouped_bias_grad(d_y: Tensor, offsets: Tensor, *, scale: float = 1.0) -> Tensor:
     """d_bias[e] = scale * sum_s d_y[s] over the rows of e.  (S,N_out) -> (E_loc,N_out)"""
-    num_experts = len(offsets) - 1
-    d_bias = d_y.new_zeros(num_experts, d_y.shape[1])
-    for e, rows in _groups(offsets, num_experts, len(d_y)):
+    groups = _groups(offsets, None, len(d_y))
+    d_bias = d_y.new_zeros(len(offsets) - 1, d_y.shape[1])
+    for e, rows in groups:
         d_bias[e] = d_y[rows].sum(0)
     return d_bias.mul_(scale) if scale != 1.0 else d_bias
 
 
-def _groups(offsets: Tensor, num_experts: int, num_rows: int) -> Iterator[tuple[int, slice]]:
+def _groups(offsets: Tensor, num_experts: int | None, num_rows: int) -> list[tuple[int, slice]]:
     """The non-empty experts and their rows. Lengths or inclusive ends passed as offsets are
     refused, not guessed."""
     ends = offsets.tolist()
+    length = len(ends) if num_experts is None else num_experts + 1
     ordered = all(a <= b for a, b in pairwise(ends))
-    if len(ends) != num_experts + 1 or ends[0] != 0 or not ordered or ends[-1] > num_rows:
-        rule = f"{num_experts + 1} exclusive cumulative sums from 0 to at most {num_rows} rows"
+    if not ends or len(ends) != length or ends[0] != 0 or not ordered or ends[-1] > num_rows:
+        count = "num_experts + 1" if num_experts is None else length
+        rule = f"{count} exclusive cumulative sums from 0 to at most {num_rows} rows"
         raise InputError("offsets", ends, rule)
-    for e in range(num_experts):
-        if ends[e] < ends[e + 1]:
-            yield e, slice(ends[e], ends[e + 1])
+    return [(e, slice(a, b)) for e, (a, b) in enumerate(pairwise(ends)) if a < b]

@@ -108,7 +108,8 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return ops.router_logits(x, weight)
+        with torch.autocast(x.device.type, enabled=False):  # which would make the product bf16
+            return ops.router_logits(x, weight)
 
     @staticmethod
     def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, Tensor | None]:

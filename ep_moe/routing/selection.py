@@ -68,6 +68,16 @@ def select_experts(
     """
     if logits.ndim != 2:
         raise InputError("logits", f"of shape {tuple(logits.shape)}", "(tokens, num_experts)")
+    if expert_bias is not None and (
+        not expert_bias.is_floating_point() or expert_bias.shape != logits.shape[1:]
+    ):
+        got = f"{expert_bias.dtype} of shape {tuple(expert_bias.shape)}"
+        raise InputError("expert_bias", got, f"floating-point of shape ({logits.shape[1]},)")
+    if padding_mask is not None and (
+        padding_mask.dtype != torch.bool or padding_mask.shape != logits.shape[:1]
+    ):
+        got = f"{padding_mask.dtype} of shape {tuple(padding_mask.shape)}"
+        raise InputError("padding_mask", got, f"torch.bool of shape ({len(logits)},)")
     config.check_experts(logits.shape[1])
     logits = sanitize(logits, config, padding_mask)
     with torch.no_grad():
@@ -108,6 +118,11 @@ def gate_weights(logits: Tensor, ids: Tensor, config: SelectionConfig) -> Tensor
             weights = F.logsigmoid(chosen).softmax(dim=1)
         case _:
             weights = chosen.sigmoid()
+    if (
+        config.scoring_func == "softmax"
+    ):  # a row without a softmax has no weights, whatever was chosen
+        broken = ~logits.detach().amax(dim=1, keepdim=True).isfinite()
+        weights = weights.masked_fill(broken, torch.nan)
     return weights * config.routed_scaling_factor
 
 
