@@ -9,7 +9,7 @@ import torch
 # Deterministic cuBLAS asks for it before the first product.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-# The same examples in every run, and no folder of them left behind.
+# The same examples in every run, and no database of them that makes machines differ.
 hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("repeatable")
 

@@ -127,26 +127,39 @@ def test_a_loss_without_coefficient_is_zero(coefficients):
     assert (stats.z_loss != 0).item() == ("z_loss_coef" in coefficients)
 
 
-@pytest.mark.parametrize("forced_routing", ["none", "balanced", "skewed"])
+@pytest.mark.parametrize("garbage", [0.0, math.nan, math.inf])
 @pytest.mark.parametrize("scoring_func", ["softmax", "sigmoid"])
-def test_padding_counts_nowhere(scoring_func, forced_routing):
+def test_padding_counts_nowhere(scoring_func, garbage):
     """Stats and gradients of a padded batch are those of its real tokens alone."""
     changes = {"scoring_func": scoring_func, "aux_loss_coef": 0.1, "z_loss_coef": 0.1}
-    router = random_router(forced_routing=forced_routing, **changes)
-    x, mask = torch.randn(12, 16, dtype=torch.float64), torch.arange(12) >= 7
-    results = []
-    for tokens, padding in [(x, mask), (x[~mask], None)]:
-        router.zero_grad()
-        _, stats = router(tokens, padding)
-        total_aux([stats]).backward()
-        results.append((stats, router.weight.grad))
-    (padded, d_padded), (alone, d_alone) = results
-    if forced_routing == "none":
-        assert torch.equal(padded.tokens_per_expert, alone.tokens_per_expert)
-        assert_close(padded.aux_loss, alone.aux_loss, name="aux")
-        assert_close(d_padded, d_alone, name="d_weight")
-    assert padded.tokens_per_expert.sum() == 7 * 2
-    assert_close(padded.z_loss, alone.z_loss, name="z")
+    router = random_router(**changes)
+    clean, mask = torch.randn(12, 8, dtype=torch.float64), torch.arange(12) >= 7
+    padded = clean.masked_fill(mask[:, None], garbage).requires_grad_()
+    alone = clean[~mask].requires_grad_()
+    _, got = router.route(padded, mask)
+    _, expected = router.route(alone, None)
+    assert torch.equal(got.tokens_per_expert, expected.tokens_per_expert)
+    assert_close(got.aux_loss, expected.aux_loss, name="aux")
+    assert_close(got.z_loss, expected.z_loss, name="z")
+    total_aux([got]).backward()
+    total_aux([expected]).backward()
+    assert_close(padded.grad[~mask], alone.grad, name="d_logits")
+    assert (padded.grad[mask] == 0).all()
+
+
+def test_rows_that_count_as_equal_do_so_in_the_losses():
+    """nan_policy uniform: one broken row must not make the loss of the batch NaN."""
+    changes = {"nan_policy": "uniform", "aux_loss_coef": 0.1, "z_loss_coef": 0.1}
+    router = random_router(**changes)
+    broken, equal = torch.randn(2, 5, 8, dtype=torch.float64)
+    broken[1:] = equal[1:]
+    broken[0], equal[0] = math.nan, 0.0
+    _, got = router.route(broken.requires_grad_(), None)
+    _, expected = router.route(equal, None)
+    assert torch.equal(got.aux_loss, expected.aux_loss)
+    assert torch.equal(got.z_loss, expected.z_loss)
+    total_aux([got]).backward()
+    assert broken.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("mask", [None, torch.ones(3, dtype=torch.bool)])
