@@ -8,6 +8,7 @@ import difflib
 import math
 import re
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -31,9 +32,6 @@ ALIASES = {
     "norm_topk_prob": "renormalize",
 }
 
-# Weights of the two matrices of an expert: gate and up side by side, then down.
-_GATE_UP, _DOWN = 2, 1
-
 
 class ParameterCount(NamedTuple):
     """Parameters of one layer: all of them, and those that one token meets (router, top_k experts,
@@ -49,7 +47,7 @@ class SelectionConfig:
 
     Args:
         top_k: experts that each token goes to (K)
-        scoring_func: softmax over all experts, or a sigmoid of each
+        scoring_func: softmax over all experts, or of each a sigmoid or the root of its softplus
         renormalize: divide the K weights by their sum
         num_expert_group: consecutive experts form this many groups; 1 = plain top-k
         topk_group: groups that a token may choose from
@@ -57,16 +55,26 @@ class SelectionConfig:
         routed_scaling_factor: multiplies the weights last
         nan_policy: rows whose logits hold NaN or +inf, or only -inf: let NaN weights through, or
             treat all logits as equal
+        capacity_factor: an expert takes ceil(K * T / E * this) of a rank's T tokens; unset = all
+            that come (dropless)
+        capacity_policy: who stays: the first tokens, the most probable, or the first and, of the
+            others, those that find another expert with room
+        min_capacity: the least that an expert takes
+        renormalize_after_drop: let a token's remaining weights sum to what all of them did
     """
 
     top_k: int
-    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    scoring_func: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     renormalize: bool = True
     num_expert_group: int = 1
     topk_group: int = 1
     group_score: Literal["max", "top2_sum"] = "max"
     routed_scaling_factor: float = 1.0
     nan_policy: Literal["propagate", "uniform"] = "propagate"
+    capacity_factor: float | None = None
+    capacity_policy: Literal["position", "probability", "reroute"] = "position"
+    min_capacity: int = 0
+    renormalize_after_drop: bool = False
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -82,6 +90,19 @@ class SelectionConfig:
             self.routed_scaling_factor,
             "finite",
         )
+
+        if self.capacity_factor is not None:
+            factor = self.capacity_factor
+            _require(
+                _finite(factor) and factor > 0, "capacity_factor", factor, "finite and above 0"
+            )
+            if factor <= 1:
+                warnings.warn(
+                    f"capacity_factor = {factor} leaves no room for any imbalance: tokens will be "
+                    "dropped; above 1 leaves some, unset drops none",
+                    stacklevel=3,
+                )
+        _require(self.min_capacity >= 0, "min_capacity", self.min_capacity, "0 or more")
 
     def check_experts(self, num_experts: int) -> None:
         """Refuse a number of experts that these rules cannot choose from."""
@@ -111,13 +132,18 @@ class MoEConfig(SelectionConfig):
         num_shared_experts: experts that every token meets, run as one dense MLP
         shared_intermediate_size: width of that MLP; by default num_shared_experts times
             intermediate_size
-        activation: between the two matrices of an expert; swiglu_clamped is GPT-OSS's
+        shared_expert_gate: multiply the shared experts' output by a learned sigmoid per token
+        activation: between the two matrices of an expert; swiglu_clamped is GPT-OSS's; relu2 has no
+            gate half
+        gate_on: the gate weight multiplies the expert's output, or its input (Llama-4)
         mlp_bias: the expert matrices have biases
         router_bias: the router has a bias on its logits
         expert_bias: a selection-only bias per expert, kept in fp32; never in a weight, no gradient
         temperature: logits are divided by it
         learn_temperature: train it (its logarithm is the parameter)
         aux_loss_coef: alpha of the balance loss in the stats
+        aux_loss_scope: balance within this rank's tokens of one call, within each sequence, or over
+            all ranks (and, with `ep_moe.balance_hook`, over the accumulation steps so far)
         z_loss_coef: beta of the router z-loss in the stats
         forced_routing: for benchmarks: ignore the logits' order and spread tokens evenly, or skewed
         forced_skew: with forced_routing skewed: load of the busiest expert over the mean load
@@ -131,13 +157,16 @@ class MoEConfig(SelectionConfig):
     num_experts: int
     num_shared_experts: int = 0
     shared_intermediate_size: int | None = None
-    activation: Literal["swiglu", "swiglu_clamped"] = "swiglu"
+    shared_expert_gate: bool = False
+    activation: Literal["swiglu", "geglu", "relu2", "swiglu_clamped"] = "swiglu"
+    gate_on: Literal["output", "input"] = "output"
     mlp_bias: bool = False
     router_bias: bool = False
     expert_bias: bool = False
     temperature: float = 1.0
     learn_temperature: bool = False
     aux_loss_coef: float = 0.0
+    aux_loss_scope: Literal["micro_batch", "sequence", "global"] = "micro_batch"
     z_loss_coef: float = 0.0
     forced_routing: Literal["none", "balanced", "skewed"] = "none"
     forced_skew: float = 1.0
@@ -161,6 +190,19 @@ class MoEConfig(SelectionConfig):
                 "unset when num_shared_experts = 0",
             )
             _require(width >= 1, "shared_intermediate_size", width, "at least 1")
+        if self.shared_expert_gate:
+            _require(
+                self.num_shared_experts > 0,
+                "shared_expert_gate",
+                True,
+                "false without shared experts",
+            )
+        if self.top_k == 1 and self.renormalize:
+            warnings.warn(
+                "top_k = 1 with renormalize = True makes every gate weight 1: the router gets no "
+                "gradient from the loss; set renormalize = False",
+                stacklevel=3,
+            )
         for name in ("aux_loss_coef", "z_loss_coef"):
             value = getattr(self, name)
             _require(_finite(value) and value >= 0, name, value, "finite and 0 or more")
@@ -177,6 +219,11 @@ class MoEConfig(SelectionConfig):
         _require(1 <= self.forced_skew <= limit, "forced_skew", self.forced_skew, rule)
 
     @property
+    def pre_activation_size(self) -> int:
+        """Rows of an expert's first matrix: gate and up halves, or up alone."""
+        return self.intermediate_size * (1 if self.activation == "relu2" else 2)
+
+    @property
     def shared_size(self) -> int:
         """Width of the shared experts' MLP; 0 = there is none."""
         return self.shared_intermediate_size or self.num_shared_experts * self.intermediate_size
@@ -184,11 +231,12 @@ class MoEConfig(SelectionConfig):
     def parameters(self) -> ParameterCount:
         """Parameters of one layer, all and activated per token; shared experts are in both, buffers
         in neither."""
-        h, i, e, k = self.hidden_size, self.intermediate_size, self.num_experts, self.top_k
-        expert = (_GATE_UP + _DOWN) * h * i + (_GATE_UP * i + _DOWN * h if self.mlp_bias else 0)
-        router = e * h + (e if self.router_bias else 0) + (1 if self.learn_temperature else 0)
-        always = router + (_GATE_UP + _DOWN) * h * self.shared_size
-        return ParameterCount(total=always + e * expert, activated=always + k * expert)
+        h, i, first = self.hidden_size, self.intermediate_size, self.pre_activation_size
+        expert = h * (first + i) + (first + h if self.mlp_bias else 0)
+        shared = h * (first + i) * self.shared_size // i + (h if self.shared_expert_gate else 0)
+        router = self.num_experts * (h + self.router_bias) + self.learn_temperature
+        always = router + shared
+        return ParameterCount(always + self.num_experts * expert, always + self.top_k * expert)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "MoEConfig":

@@ -22,8 +22,9 @@ from ep_moe.types import Arrived, Packed
 class Experts(nn.Module):
     """The experts of this rank, E_loc = num_experts / ranks of them, as plain local parameters.
 
-    w_gate_up (E_loc,2I,H), gate half first; w_down (E_loc,H,I); with config.mlp_bias b_gate_up
-    (E_loc,2I) and b_down (E_loc,H). `global_ids` says which experts of the model they are.
+    w_gate_up (E_loc,2I,H), gate half first, or (E_loc,I,H) for an activation without one; w_down
+    (E_loc,H,I); with config.mlp_bias b_gate_up (E_loc,2I) and b_down (E_loc,H). `global_ids` says
+    which experts of the model they are.
     """
 
     def __init__(self, config: MoEConfig, ep: ExpertParallel) -> None:
@@ -31,12 +32,13 @@ class Experts(nn.Module):
         self.config, self.ep = config, ep
         self.global_ids = ep.local_experts(config.num_experts)
         e, h, i = len(self.global_ids), config.hidden_size, config.intermediate_size
-        self.w_gate_up = nn.Parameter(torch.empty(e, 2 * i, h))
+        pre = config.pre_activation_size
+        self.w_gate_up = nn.Parameter(torch.empty(e, pre, h))
         self.w_down = nn.Parameter(torch.empty(e, h, i))
         self.register_parameter("b_gate_up", None)
         self.register_parameter("b_down", None)
         if config.mlp_bias:
-            self.b_gate_up = nn.Parameter(torch.empty(e, 2 * i))
+            self.b_gate_up = nn.Parameter(torch.empty(e, pre))
             self.b_down = nn.Parameter(torch.empty(e, h))
         # Each rank's loss is a mean over its tokens and ranks are averaged: an expert, which sees
         # the tokens of all ranks, would get the SUM of their gradients. This is the only place
@@ -73,29 +75,35 @@ class Experts(nn.Module):
                 self.b_down,
                 arrived.local_ids,
                 self.config.activation,
+                self.config.gate_on,
                 self.grad_scale,
             )
 
 
 class SharedExperts(nn.Module):
-    """The experts that every token meets: one dense SwiGLU MLP, replicated. w_gate_up (2J,H),
-    w_down (H,J)."""
+    """The experts that every token meets: one dense MLP, replicated. w_gate_up (2J,H) or, without a
+    gate half, (J,H); w_down (H,J); with shared_expert_gate w_gate (1,H)."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.activation = config.activation
-        self.w_gate_up = nn.Parameter(torch.empty(2 * config.shared_size, config.hidden_size))
+        pre = config.pre_activation_size // config.intermediate_size * config.shared_size
+        self.w_gate_up = nn.Parameter(torch.empty(pre, config.hidden_size))
         self.w_down = nn.Parameter(torch.empty(config.hidden_size, config.shared_size))
+        self.register_parameter("w_gate", None)
+        if config.shared_expert_gate:
+            self.w_gate = nn.Parameter(torch.empty(1, config.hidden_size))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for weight in (self.w_gate_up, self.w_down):
+        for weight in self.parameters():
             nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         """(T,H) -> (T,H)"""
         hidden = ops.ACTIVATIONS[self.activation].forward(x @ self.w_gate_up.t())
-        return hidden @ self.w_down.t()
+        out = hidden @ self.w_down.t()
+        return out if self.w_gate is None else out * torch.sigmoid(x @ self.w_gate.t())
 
 
 class _ExpertMLP(torch.autograd.Function):
@@ -110,20 +118,25 @@ class _ExpertMLP(torch.autograd.Function):
         b_down: Tensor | None,
         local_ids: Tensor,
         activation: str,
+        gate_on: str,
         grad_scale: float,
     ) -> Tensor:
         with torch.profiler.record_function("ep_moe.permute"):
             packed = ops.pack(local_ids, len(w_gate_up))
             packed_rows = ops.gather(rows, packed.arrived_of_packed)
+            if gate_on == "input":
+                packed_rows = _gated(packed_rows, _gate_of_packed(gates, packed))
         pre = ops.grouped_gemm(packed_rows, w_gate_up, packed.offsets, b_gate_up)
         h = ops.ACTIVATIONS[activation].forward(pre)
         y = ops.grouped_gemm(h, w_down, packed.offsets, b_down)
         with torch.profiler.record_function("ep_moe.permute"):
-            out = ops.weighted_sum(y, gates, packed.packed_of_arrived)
+            out_gates = gates if gate_on == "output" else None
+            out = ops.weighted_sum(y, out_gates, packed.packed_of_arrived)
         ctx.save_for_backward(
             rows, gates, pre, w_gate_up, w_down, b_down, local_ids, *vars(packed).values()
         )
-        ctx.local_ids, ctx.activation, ctx.grad_scale = local_ids, activation, grad_scale
+        ctx.local_ids, ctx.activation = local_ids, activation
+        ctx.gate_on, ctx.grad_scale = gate_on, grad_scale
         return out
 
     @staticmethod
@@ -135,41 +148,61 @@ class _ExpertMLP(torch.autograd.Function):
             ctx.needs_input_grad[:6]
         )
         scale, offsets = ctx.grad_scale, packed.offsets
-        activation = ops.ACTIVATIONS[ctx.activation]
-        d_rows = d_gates = d_w_gate_up = d_w_down = d_b_gate_up = d_b_down = None
+        activation, on_output = ops.ACTIVATIONS[ctx.activation], ctx.gate_on == "output"
+        d_rows = d_gates = None
+        d_w_gate_up = d_w_down = d_b_gate_up = d_b_down = None
 
         with torch.profiler.record_function("ep_moe.experts_backward"):
             with torch.profiler.record_function("ep_moe.permute_backward"):
                 d_out_packed = ops.gather(d_out, packed.arrived_of_packed)
-                gate = gates[packed.arrived_of_packed, packed.choice_of_packed][:, None]
+                gate = _gate_of_packed(gates, packed)
             h = activation.forward(pre)
-            d_h = ops.grouped_gemm_dgrad(d_out_packed, w_down, offsets).to(
-                gate.dtype
-            )  # no gate yet
-            if needs_gates:
-                d_gate = (d_h * h).sum(dim=1)
+            d_h = ops.grouped_gemm_dgrad(d_out_packed, w_down, offsets).to(gate.dtype)
+            d_y = d_out_packed
+            if on_output:
+                d_gate = (d_h * h).sum(dim=1)  # before the gate: y itself was never kept
                 if b_down is not None:
-                    expert_of_packed = _expert_of_packed(offsets, len(h))
-                    d_gate += (d_out_packed.to(gate.dtype) * b_down[expert_of_packed]).sum(dim=1)
-                d_gates = torch.zeros_like(gates)
-                d_gates[packed.arrived_of_packed, packed.choice_of_packed] = d_gate.to(gates.dtype)
-            d_y = (gate * d_out_packed).to(d_out.dtype)
+                    bias = b_down[_expert_of_packed(offsets, len(h))]
+                    d_gate += (d_out_packed.to(gate.dtype) * bias).sum(dim=1)
+                d_y, d_h = _gated(d_y, gate), gate * d_h
             if needs_down:
                 d_w_down = ops.grouped_gemm_wgrad(d_y, h, offsets, scale=scale)
             if needs_b_down:
                 d_b_down = ops.grouped_bias_grad(d_y, offsets, scale=scale)
-            d_pre = activation.backward(gate * d_h, pre)
-            if needs_gate_up:
-                with torch.profiler.record_function("ep_moe.permute_backward"):
-                    packed_rows = ops.gather(rows, packed.arrived_of_packed)
-                d_w_gate_up = ops.grouped_gemm_wgrad(d_pre, packed_rows, offsets, scale=scale)
+            d_pre = activation.backward(d_h, pre)
             if needs_b_gate_up:
                 d_b_gate_up = ops.grouped_bias_grad(d_pre, offsets, scale=scale)
-            if needs_rows:
-                d_packed = ops.grouped_gemm_dgrad(d_pre, w_gate_up, offsets)
+            if needs_gate_up or not on_output:
                 with torch.profiler.record_function("ep_moe.permute_backward"):
-                    d_rows = ops.gather_backward(d_packed, packed.packed_of_arrived)
-        return d_rows, d_gates, d_w_gate_up, d_w_down, d_b_gate_up, d_b_down, None, None, None
+                    packed_rows = ops.gather(rows, packed.arrived_of_packed)
+            if needs_gate_up:
+                seen = packed_rows if on_output else _gated(packed_rows, gate)
+                d_w_gate_up = ops.grouped_gemm_wgrad(d_pre, seen, offsets, scale=scale)
+            if needs_rows or (needs_gates and not on_output):
+                d_packed = ops.grouped_gemm_dgrad(d_pre, w_gate_up, offsets)
+                if not on_output:
+                    d_gate = (d_packed.to(gate.dtype) * packed_rows).sum(dim=1)
+                if needs_rows:
+                    with torch.profiler.record_function("ep_moe.permute_backward"):
+                        in_gates = None if on_output else gates
+                        d_rows = ops.weighted_sum(d_packed, in_gates, packed.packed_of_arrived)
+            if needs_gates:
+                with torch.profiler.record_function("ep_moe.permute_backward"):
+                    d_gates = torch.zeros_like(gates)
+                    d_gates[packed.arrived_of_packed, packed.choice_of_packed] = d_gate.to(
+                        gates.dtype
+                    )
+        return d_rows, d_gates, d_w_gate_up, d_w_down, d_b_gate_up, d_b_down, *[None] * 4
+
+
+def _gate_of_packed(gates: Tensor, packed: Packed) -> Tensor:
+    """(A,K) -> (S,1)"""
+    return gates[packed.arrived_of_packed, packed.choice_of_packed][:, None]
+
+
+def _gated(rows: Tensor, gate: Tensor) -> Tensor:
+    """The product in the gate's precision, rounded once.  (S,H), (S,1) -> (S,H)"""
+    return (gate * rows).to(rows.dtype)
 
 
 def _expert_of_packed(offsets: Tensor, num_rows: int) -> Tensor:

@@ -10,6 +10,7 @@ from ep_moe.dispatch import Transport, combine, dispatch, make_transport
 from ep_moe.errors import InputError
 from ep_moe.experts import Experts, SharedExperts
 from ep_moe.parallel import ExpertParallel
+from ep_moe.replay import refuse_reentrant_checkpoint
 from ep_moe.routing import Router
 from ep_moe.types import Routing, RoutingStats
 
@@ -21,16 +22,26 @@ class MoELayer(nn.Module):
     rank must call the layer equally often, in the same order, and have y in its loss: `y.sum() *
     0` suffices).
 
+    balance_over: the ranks over which the sequence and global losses and the bias update count; by
+    default those of ep. Give the whole data-parallel world when it is larger.
+
     Raises ConfigError when the experts do not divide among the ranks or the transport is unknown or
     cannot serve them.
     """
 
-    def __init__(self, config: MoEConfig, ep: dist.ProcessGroup | DeviceMesh | None = None) -> None:
+    def __init__(
+        self,
+        config: MoEConfig,
+        ep: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        balance_over: dist.ProcessGroup | DeviceMesh | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.ep = ExpertParallel.resolve(ep)
         self.transport = make_transport(config.transport, self.ep)
-        self.router = Router(config)
+        balance = ExpertParallel.resolve(ep if balance_over is None else balance_over)
+        self.router = Router(config, reduce=balance.sum, num_ranks=balance.size)
         self.experts = Experts(config, self.ep)
         self.shared_experts = SharedExperts(config) if config.shared_size else None
 
@@ -43,8 +54,10 @@ class MoELayer(nn.Module):
         wrong shape or dtype.
         """
         x_TH, mask_T = self._flatten(x, padding_mask)
+        refuse_reentrant_checkpoint()
         with torch.profiler.record_function("ep_moe.route"):
-            routing, stats = self.router(x_TH, mask_T)
+            length = x.shape[-2] if x.ndim > 2 else None
+            routing, stats = self.router(x_TH, mask_T, sequence_length=length)
         y_TH = _moe(x_TH, routing, self.experts, self.transport)
         if self.shared_experts is not None:
             with torch.profiler.record_function("ep_moe.shared"):

@@ -4,7 +4,7 @@ wrong there cannot be wrong here the same way.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -38,11 +38,18 @@ def choose(scores: list[float], config: MoEConfig) -> list[int]:
     return best(candidates, by_id)[: config.top_k]
 
 
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda row: row.softmax(0),
+    "sigmoid": lambda row: 1 / (1 + (-row).exp()),
+    "sqrtsoftplus": lambda row: (1 + row.exp()).log().sqrt(),
+}
+
+
 def route(logits: Tensor, config: MoEConfig, expert_bias: Tensor | None = None) -> Routing:
     """logits (T,E), finite -> ids and gate weights (T,K) in the dtype of the logits"""
     all_ids, all_weights = [], []
     for row in logits:
-        s = row.softmax(0) if config.scoring_func == "softmax" else row.sigmoid()
+        s = SCORES[config.scoring_func](row)
         key = row if expert_bias is None and config.group_score == "max" else s
         key = key if expert_bias is None else key + expert_bias
         ids = choose(key.tolist(), config)
@@ -72,12 +79,18 @@ def mlp(
         out = get(f"w_{layer}") @ v
         return out + get(f"b_{layer}") if f"{prefix}.b_{layer}" in weights else out
 
-    gate, up = affine(x, "gate_up").chunk(2)
-    if activation == "swiglu":
-        h = gate * gate.sigmoid() * up
-    else:  # swiglu_clamped
-        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-        h = gate * (1.702 * gate).sigmoid() * (up + 1)
+    pre = affine(x, "gate_up")
+    gate, up = pre.chunk(2) if activation != "relu2" else (pre, pre)
+    match activation:
+        case "swiglu":
+            h = gate * gate.sigmoid() * up
+        case "geglu":
+            h = gate * (1 + (gate / math.sqrt(2)).erf()) / 2 * up
+        case "relu2":
+            h = up.clamp(min=0) ** 2
+        case _:  # swiglu_clamped
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+            h = gate * (1.702 * gate).sigmoid() * (up + 1)
     return affine(h, "down")
 
 
@@ -104,10 +117,16 @@ def moe_layer(
         y = torch.zeros_like(x[t])
         if padding_mask is None or not padding_mask[t]:
             for k, e in enumerate(routing.ids[t].tolist()):
-                if e >= 0:
-                    out = mlp(x[t], weights, "experts", config.activation, e)
-                    y = y + routing.gate_weights[t, k] * out
+                if e < 0:
+                    continue
+                gate = routing.gate_weights[t, k]
+                if config.gate_on == "input":
+                    y = y + mlp(gate * x[t], weights, "experts", config.activation, e)
+                else:
+                    y = y + gate * mlp(x[t], weights, "experts", config.activation, e)
             if "shared_experts.w_down" in weights:
-                y = y + mlp(x[t], weights, "shared_experts", config.activation)
+                shared = mlp(x[t], weights, "shared_experts", config.activation)
+                w_gate = weights.get("shared_experts.w_gate")
+                y = y + (shared if w_gate is None else (w_gate @ x[t]).sigmoid() * shared)
         rows.append(y)
     return torch.stack(rows) if rows else torch.zeros_like(x)

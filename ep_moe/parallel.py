@@ -56,6 +56,13 @@ class ExpertParallel:
         each = num_experts // self.size
         return range(self.rank * each, (self.rank + 1) * each)
 
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' values, on every rank; a new tensor."""
+        total = value.clone()
+        if self.group is not None:
+            dist.all_reduce(total, group=self.group)
+        return total
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "ExpertParallel":
         return self  # a copy of a layer talks to the same ranks
 

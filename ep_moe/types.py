@@ -99,10 +99,12 @@ class RoutingStats(NamedTuple):
 
     tokens_per_expert  (E,) int64: choices of each expert on this rank, before any dropping, real
                     tokens only.
+    dropped_choices    scalar int64: of them, how many a capacity turned away.
     aux_loss           scalar fp32, already times `aux_loss_coef`; differentiable.
     z_loss             scalar fp32, already times `z_loss_coef`; differentiable.
     """
 
     tokens_per_expert: Tensor
+    dropped_choices: Tensor
     aux_loss: Tensor
     z_loss: Tensor

@@ -15,7 +15,7 @@ LEVELS = [
     {"types"},
     {"config"},
     {"parallel"},
-    {"kernels", "measure", "oracle"},
+    {"kernels", "measure", "oracle", "replay"},
     {"ops"},
     {"experts", "routing", "dispatch", "state"},
     {"layer"},

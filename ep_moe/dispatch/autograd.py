@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_moe.dispatch.protocol import Plan, Transport
+from ep_moe.dispatch.protocol import Plan, Sent, Transport
+from ep_moe.replay import once
 from ep_moe.types import Arrived, Routing
 
 
@@ -39,8 +40,18 @@ class _Dispatch(torch.autograd.Function):
         num_experts: int,
         transport: Transport,
     ) -> tuple[Tensor, Tensor, Plan]:
-        sent = transport.dispatch(x, Routing(ids, gate_weights), num_experts)
-        ctx.plan, ctx.transport = sent.plan, transport
+        sent: Sent | None = None
+
+        def learn() -> Plan:
+            nonlocal sent
+            sent = transport.dispatch(x, Routing(ids, gate_weights), num_experts)
+            return sent.plan
+
+        plan = once(learn)
+        if sent is None:  # a recomputation that was given the plan: no exchange of counts or ids
+            gates = transport.replay_gates(plan, gate_weights)
+            sent = Sent(plan, transport.replay(plan, x), gates)
+        ctx.plan, ctx.transport = plan, transport
         # On one rank the experts work on x itself, on more they work on copies. Kept here at any
         # number of ranks, so that changing x in place between forward and backward is torch's own
         # error everywhere.

@@ -87,6 +87,9 @@ class CollectiveTransport:
     def replay(self, plan: CollectivePlan, x: Tensor) -> Tensor:
         return self._exchange(x[plan.token_of_sent], plan.sent_splits, plan.arrived_splits)
 
+    def replay_gates(self, plan: CollectivePlan, gates: Tensor) -> Tensor:
+        return self.replay(plan, gates)
+
     def combine(self, plan: CollectivePlan, rows: Tensor) -> Tensor:
         returned = self._exchange(rows, plan.arrived_splits, plan.sent_splits)
         return ops.weighted_sum(returned, None, plan.sent_of_token)

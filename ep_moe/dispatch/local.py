@@ -32,6 +32,9 @@ class LocalTransport:
     def replay(self, plan: LocalPlan, x: Tensor) -> Tensor:
         return x.detach()
 
+    def replay_gates(self, plan: LocalPlan, gates: Tensor) -> Tensor:
+        return gates.detach()
+
     def combine(self, plan: LocalPlan, rows: Tensor) -> Tensor:
         return rows.detach()
 

@@ -64,6 +64,10 @@ class Transport(Protocol):
         """(T,H) -> (A,H)"""
         ...
 
+    def replay_gates(self, plan: Any, gates: Tensor) -> Tensor:
+        """(T,K) -> (A,K)"""
+        ...
+
     def combine(self, plan: Any, rows: Tensor) -> Tensor:
         """(A,H) -> (T,H): the sum of a token's arrived rows"""
         ...

@@ -18,8 +18,8 @@ _CLAMPED_SLOPE, _CLAMPED_LIMIT = 1.702, 7.0
 
 
 class Activation(NamedTuple):
-    """forward: (S,2I) -> (S,I), differentiable by autograd too; backward: (d_h (S,I), pre (S,2I))
-    -> (S,2I)."""
+    """forward: (S,P) -> (S,I), differentiable by autograd too; backward: (d_h (S,I), pre (S,P)) ->
+    (S,P). P = 2I, or I for one without a gate half (`MoEConfig.pre_activation_size`)."""
 
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
@@ -38,6 +38,31 @@ def swiglu_backward(d_h: Tensor, pre: Tensor) -> Tensor:
     silu = gate * sigma
     d_gate = d_h * up * (sigma + silu * (1 - sigma))
     return torch.cat([d_gate, d_h * silu], dim=1).to(pre.dtype)
+
+
+def geglu(pre: Tensor) -> Tensor:
+    """gelu(gate) * up with the exact (erf) gelu, https://arxiv.org/abs/2002.05202. (S,2I) ->
+    (S,I)"""
+    gate, up = _halves(pre)
+    return (F.gelu(gate) * up).to(pre.dtype)
+
+
+def geglu_backward(d_h: Tensor, pre: Tensor) -> Tensor:
+    gate, up = _halves(pre)
+    d_h = d_h.to(gate.dtype)
+    cdf = 0.5 * (1 + torch.erf(gate * 0.5**0.5))
+    pdf = torch.exp(-0.5 * gate.square()) * (2 * torch.pi) ** -0.5
+    return torch.cat([d_h * up * (cdf + gate * pdf), d_h * gate * cdf], dim=1).to(pre.dtype)
+
+
+def relu2(pre: Tensor) -> Tensor:
+    """relu(up)^2, no gate half, https://arxiv.org/abs/2109.08668.  (S,I) -> (S,I)"""
+    return pre.to(accumulation_dtype(pre.dtype)).relu().square().to(pre.dtype)
+
+
+def relu2_backward(d_h: Tensor, pre: Tensor) -> Tensor:
+    up = pre.to(accumulation_dtype(pre.dtype))
+    return (2 * d_h.to(up.dtype) * up.relu()).to(pre.dtype)
 
 
 def swiglu_clamped(pre: Tensor) -> Tensor:
@@ -63,6 +88,8 @@ def swiglu_clamped_backward(d_h: Tensor, pre: Tensor) -> Tensor:
 
 ACTIVATIONS = {
     "swiglu": Activation(swiglu, swiglu_backward),
+    "geglu": Activation(geglu, geglu_backward),
+    "relu2": Activation(relu2, relu2_backward),
     "swiglu_clamped": Activation(swiglu_clamped, swiglu_clamped_backward),
 }
 

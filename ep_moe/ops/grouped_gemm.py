@@ -19,12 +19,12 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None
 
     x (S,N_in), weight (E_loc,N_out,N_in), offsets (E_loc+1,) int32, bias (E_loc,N_out) -> (S,N_out)
     """
-    if bias is not None:  # as one more input that is always 1: added before the one rounding
-        x = torch.cat([x, x.new_ones(len(x), 1)], dim=1)
-        weight = torch.cat([weight, bias[:, :, None]], dim=2)
     y = x.new_zeros(len(x), weight.shape[1])
     for e, rows in _groups(offsets, len(weight), len(x)):
-        torch.mm(x[rows], weight[e].t(), out=y[rows])
+        if bias is None:
+            torch.mm(x[rows], weight[e].t(), out=y[rows])
+        else:  # added before the one rounding
+            torch.addmm(bias[e], x[rows], weight[e].t(), out=y[rows])
     return y
 
 

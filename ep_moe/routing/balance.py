@@ -1,7 +1,7 @@
 """How evenly tokens spread: the losses that push towards it and the figures that report it.
 
 n_i = choices of expert i, before any dropping, real tokens only; p = unbiased probabilities
-(`dense_probabilities`).
+(`dense_probabilities`). Sum counts over ranks, batches or steps first for a figure of wider scope.
 """
 
 from collections.abc import Sequence
@@ -13,35 +13,45 @@ from ep_moe.types import RoutingStats
 
 
 def count_tokens(ids: Tensor, num_experts: int) -> Tensor:
-    """n (E,) int64 from ids (T,K); -1 counts nowhere, experts without a token are 0, never
-    missing."""
-    slots = torch.where(ids < 0, num_experts, ids).reshape(-1).long()
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
-    return counts.scatter_add_(0, slots, torch.ones_like(slots))[:num_experts]
+    """n (..., E) int64 from ids (..., T, K); -1 counts nowhere, an expert without a token is 0."""
+    slots = torch.where(ids < 0, num_experts, ids).flatten(-2).long()
+    counts = slots.new_zeros(*slots.shape[:-1], num_experts + 1)
+    return counts.scatter_add_(-1, slots, torch.ones_like(slots))[..., :num_experts]
 
 
 def aux_loss(
-    probabilities: Tensor, tokens_per_expert: Tensor, *, top_k: int, num_tokens: Tensor | int
+    probabilities: Tensor,
+    tokens_per_expert: Tensor,
+    *,
+    top_k: int,
+    num_tokens: Tensor | int,
+    counted_tokens: Tensor | int | None = None,
 ) -> Tensor:
-    """E / (K T^2) * sum_i n_i * sum_t p_{t,i}: 1 at perfect balance for any K, larger when load
+    """E / (K T_n T) * sum_i n_i * sum_t p_{t,i}: 1 at perfect balance for any K, larger when load
     follows probability.
 
-    Micro-batch scope: n, p and T are this call's. probabilities (T,E), zero in rows that are not
-    tokens; tokens_per_expert (E,); num_tokens T -> scalar. T = 0 gives 0.
+    probabilities (..., T, E), zero in rows that are not tokens; tokens_per_expert n (..., E);
+    num_tokens T (...) over which p is summed; counted_tokens T_n (...) over which n is, by default
+    the same -> (...). T = 0 gives 0.
 
     Source: https://arxiv.org/abs/2101.03961, eq. 4, divided by K so that its scale does not depend
-    on K.
+    on K; with n of a wider scope than p, https://arxiv.org/abs/2501.11873.
     """
-    num_experts = probabilities.shape[1]
-    tokens = torch.as_tensor(num_tokens, device=probabilities.device).to(probabilities.dtype)
-    tokens = tokens.clamp_min(1)  # T^2 in floating point: it passes int32 at 46,341 tokens
-    load = tokens_per_expert.to(probabilities.dtype)
-    return (load * probabilities.sum(0)).sum() * num_experts / (top_k * tokens * tokens)
+    num_experts, dtype = probabilities.shape[-1], probabilities.dtype
+    counted_tokens = num_tokens if counted_tokens is None else counted_tokens
+    t_p, t_n = (
+        torch.as_tensor(t, device=probabilities.device).to(dtype).clamp_min(1)
+        for t in (num_tokens, counted_tokens)
+    )  # in floating point: T^2 passes int32 at 46,341 tokens
+    load = (tokens_per_expert.to(dtype) * probabilities.sum(-2)).sum(-1)
+    return load * num_experts / (top_k * t_n * t_p)
 
 
 def z_loss(logits: Tensor, *, is_token: Tensor | None = None) -> Tensor:
-    """mean over tokens of logsumexp(logits)^2, https://arxiv.org/abs/2202.08906.  logits (T,E),
-    is_token (T,) bool"""
+    """mean over tokens of logsumexp(logits)^2, https://arxiv.org/abs/2202.08906.
+
+    logits (T,E), is_token (T,) bool -> scalar
+    """
     square = logits.logsumexp(dim=1).square()
     if is_token is None:
         return square.sum() / max(len(logits), 1)
@@ -55,11 +65,9 @@ def total_aux(stats: Sequence[RoutingStats]) -> Tensor:
 
 
 def max_vio(tokens_per_expert: Tensor) -> Tensor:
-    """MaxVio = max(n) / mean(n) - 1: 0 at perfect balance, E - 1 when one expert takes all. (E,) ->
-    scalar fp32
+    """MaxVio = max(n) / mean(n) - 1: 0 at perfect balance, E - 1 when one expert takes all.
 
-    Source: https://arxiv.org/abs/2408.15664. Sum the counts over ranks or batches first for a wider
-    scope.
+    (E,) -> scalar fp32. Source: https://arxiv.org/abs/2408.15664.
     """
     n = tokens_per_expert.float()
     return n.max() / n.mean().clamp_min(1 / len(n)) - (n.sum() > 0).float()
@@ -68,3 +76,36 @@ def max_vio(tokens_per_expert: Tensor) -> Tensor:
 def dead_experts(tokens_per_expert: Tensor) -> Tensor:
     """How many experts no token chose. (E,) -> scalar int64"""
     return (tokens_per_expert == 0).sum()
+
+
+def busiest_rank(tokens_per_expert: Tensor, num_ranks: int) -> Tensor:
+    """Load of the busiest of num_ranks ranks over their mean: what a step waits for. (E,) -> scalar
+    fp32, 1 at perfect balance, 0 without tokens."""
+    per_rank = tokens_per_expert.view(num_ranks, -1).sum(1).float()
+    return per_rank.max() / per_rank.mean().clamp_min(1 / num_ranks)
+
+
+def load_change(before: Tensor, after: Tensor) -> Tensor:
+    """Share of the load that moved to other experts between two batches: half the L1 distance of
+    the two load distributions. (E,), (E,) -> scalar fp32 in [0, 1]; a batch without tokens counts
+    as even load."""
+    shares = []
+    for n in (before.float(), after.float()):
+        total = n.sum()
+        shares.append(torch.where(total > 0, n / total.clamp_min(1), 1 / len(n)))
+    return (shares[0] - shares[1]).abs().sum() / 2
+
+
+def dropped_share(stats: RoutingStats) -> Tensor:
+    """Share of the choices that a capacity turned away -> scalar fp32"""
+    return stats.dropped_choices.float() / stats.tokens_per_expert.sum().clamp_min(1)
+
+
+def updated_bias(expert_bias: Tensor, tokens_per_expert: Tensor, rate: float) -> Tensor:
+    """b_i + rate * sign(mean(n) - n_i) in fp32; an expert at the mean keeps its bias.
+
+    Loss-free balancing, https://arxiv.org/abs/2408.15664: n is of all ranks and micro-batches of
+    one optimizer step.
+    """
+    n = tokens_per_expert.double()
+    return expert_bias.float() + rate * (n.mean() - n).sign().float()

@@ -1,6 +1,7 @@
 """The router: logits from tokens, selection, and what is reported about it."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,14 +9,10 @@ from torch import Tensor, nn
 
 from ep_moe import ops
 from ep_moe.config import MoEConfig
+from ep_moe.replay import in_backward, once, recorded
 from ep_moe.routing import balance
 from ep_moe.routing.forced import forced_ids
-from ep_moe.routing.selection import (
-    dense_probabilities,
-    gate_weights,
-    sanitize,
-    select_experts,
-)
+from ep_moe.routing.selection import Choice, choose, dense_probabilities, sanitize, weigh
 from ep_moe.types import Routing, RoutingStats
 
 
@@ -29,9 +26,19 @@ class Router(nn.Module):
 
     expert_bias: Tensor | None
 
-    def __init__(self, config: MoEConfig) -> None:
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        reduce: Callable[[Tensor], Tensor] = torch.clone,
+        num_ranks: int = 1,
+    ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.reduce, self.num_ranks = config, reduce, num_ranks
+        # This rank's counts since the last optimizer step; kept once `balance_hook` is there to
+        # clear them. Not a buffer: DDP would overwrite one rank's with another's.
+        self.counting = False
+        self.tokens_since_step: Tensor | None = None
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         self.register_parameter("bias", None)
         if config.router_bias:
@@ -52,9 +59,12 @@ class Router(nn.Module):
         if self.expert_bias is not None:
             nn.init.zeros_(self.expert_bias)
 
-    def forward(self, x: Tensor, padding_mask: Tensor | None) -> tuple[Routing, RoutingStats]:
-        """x (T,H), padding_mask (T,) bool or None, True = not a token"""
-        return self.route(self.logits(x), padding_mask)
+    def forward(
+        self, x: Tensor, padding_mask: Tensor | None, *, sequence_length: int | None = None
+    ) -> tuple[Routing, RoutingStats]:
+        """x (T,H); padding_mask (T,) bool or None, True = not a token; sequence_length: T is a
+        number of sequences of that length (for aux_loss_scope sequence), by default one sequence"""
+        return self.route(self.logits(x), padding_mask, sequence_length=sequence_length)
 
     def logits(self, x: Tensor) -> Tensor:
         """(T,H) -> (T,E) fp32 (fp64 for fp64 x), after bias and temperature"""
@@ -65,29 +75,87 @@ class Router(nn.Module):
             return logits / self.log_temperature.to(logits.dtype).exp()
         return logits if self.config.temperature == 1.0 else logits / self.config.temperature
 
-    def route(self, logits: Tensor, padding_mask: Tensor | None) -> tuple[Routing, RoutingStats]:
+    def route(
+        self, logits: Tensor, padding_mask: Tensor | None, *, sequence_length: int | None = None
+    ) -> tuple[Routing, RoutingStats]:
         """Selection, losses and counts; no branch here depends on data, so every rank builds the
         same graph."""
         config = self.config
-        if config.forced_routing == "none":
-            routing = select_experts(
-                logits, config, expert_bias=self.expert_bias, padding_mask=padding_mask
-            )
-        else:
-            routing = _forced(logits, config, padding_mask)
-        clean = sanitize(logits, config, padding_mask)
+        logits = sanitize(logits, config, padding_mask)
+        shape = (len(logits), config.top_k)
+        choice = once(lambda: recorded(lambda: self._choose(logits, padding_mask), shape))
+        n = balance.count_tokens(choice.wanted, config.num_experts)
+        self._count(n)
+        aux = z = logits.new_zeros(())
         is_token = None if padding_mask is None else ~padding_mask
-        n = balance.count_tokens(routing.ids, config.num_experts)
-        aux = z = clean.new_zeros(())
         if config.aux_loss_coef:
-            p = dense_probabilities(clean, config)
-            tokens = len(p)
-            if is_token is not None:
-                p, tokens = p * is_token[:, None], is_token.sum()
-            aux = balance.aux_loss(p, n, top_k=config.top_k, num_tokens=tokens)
+            p = dense_probabilities(logits, config)
+            p = p if is_token is None else p * is_token[:, None]
+            scope = {
+                "micro_batch": self._micro_batch,
+                "sequence": self._sequence,
+                "global": self._global,
+            }
+            aux = scope[config.aux_loss_scope](p, choice.wanted, n, sequence_length)
         if config.z_loss_coef:
-            z = balance.z_loss(clean, is_token=is_token)
-        return routing, RoutingStats(n, aux * config.aux_loss_coef, z * config.z_loss_coef)
+            z = balance.z_loss(logits, is_token=is_token)
+        dropped = n.sum() - choice.kept.sum()
+        losses = aux * config.aux_loss_coef, z * config.z_loss_coef
+        return weigh(logits, choice, config), RoutingStats(n, dropped, *losses)
+
+    @torch.no_grad()
+    def _choose(self, logits: Tensor, padding_mask: Tensor | None) -> Choice:
+        forced = self.config.forced_routing != "none"
+        given = forced_ids(len(logits), self.config, logits.device) if forced else None
+        return choose(
+            logits,
+            self.config,
+            expert_bias=self.expert_bias,
+            padding_mask=padding_mask,
+            given=given,
+        )
+
+    def _count(self, n: Tensor) -> None:
+        """Not in evaluation, and not a second time when a checkpoint recomputes."""
+        if self.counting and self.training and torch.is_grad_enabled() and not in_backward():
+            before = 0 if self.tokens_since_step is None else self.tokens_since_step.to(n.device)
+            self.tokens_since_step = before + n
+
+    def _micro_batch(self, p: Tensor, wanted: Tensor, n: Tensor, _: int | None) -> Tensor:
+        """Balance among the tokens of this call on this rank."""
+        tokens = (wanted[:, 0] >= 0).sum()
+        return balance.aux_loss(p, n, top_k=self.config.top_k, num_tokens=tokens)
+
+    def _sequence(
+        self, p: Tensor, wanted: Tensor, n: Tensor, sequence_length: int | None
+    ) -> Tensor:
+        """Balance within each sequence; sum over this rank's, times ranks / all ranks' sequences:
+        the mean over ranks depends neither on their number nor on micro-batching."""
+        length = max(len(p) if sequence_length is None else sequence_length, 1)
+        sequences = len(p) // length
+        wanted_BLK = wanted.view(sequences, length, wanted.shape[1])
+        p_BLE = p.view(sequences, length, p.shape[1])
+        tokens_B = (wanted_BLK[..., 0] >= 0).sum(dim=1)
+        n_BE = balance.count_tokens(wanted_BLK, self.config.num_experts)
+        per_sequence = balance.aux_loss(p_BLE, n_BE, top_k=self.config.top_k, num_tokens=tokens_B)
+        all_sequences = once(lambda: self.reduce((tokens_B > 0).sum())).clamp_min(1)
+        return per_sequence.sum() * self.num_ranks / all_sequences
+
+    def _global(self, p: Tensor, wanted: Tensor, n: Tensor, _: int | None) -> Tensor:
+        """Balance over all ranks and, when counting, the accumulation steps so far; the mean of the
+        ranks' values is the global loss, for uneven and empty ranks too."""
+        counted = n if self.tokens_since_step is None else self.tokens_since_step
+        local = torch.cat([counted, (wanted[:, :1] >= 0).sum(dim=0)])
+        total = once(lambda: self.reduce(local))
+        n_all, tokens = total[:-1], total[-1]
+        loss = balance.aux_loss(
+            p,
+            n_all,
+            top_k=self.config.top_k,
+            num_tokens=tokens,
+            counted_tokens=n_all.sum() / self.config.top_k,
+        )
+        return loss * self.num_ranks
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Router":
         """`layer.bfloat16()` must leave the selection bias in fp32: +0.001 on 1.0 is nothing in
@@ -115,19 +183,11 @@ class _Logits(torch.autograd.Function):
     def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad
-        with torch.profiler.record_function("ep_moe.route_backward"):
+        with (
+            torch.profiler.record_function("ep_moe.route_backward"),
+            torch.autocast(x.device.type, enabled=False),
+        ):
             grads = ops.router_logits_backward(
                 d_logits, x, weight, needs_x=needs_x, needs_weight=needs_weight
             )
         return grads.x, grads.weight
-
-
-def _forced(logits: Tensor, config: MoEConfig, padding_mask: Tensor | None) -> Routing:
-    """Forced ids with the weights that the logits give them, so that gradients flow as in a real
-    run."""
-    ids = forced_ids(len(logits), config, logits.device)
-    weights = gate_weights(sanitize(logits, config, padding_mask), ids, config)
-    if padding_mask is not None:
-        ids = ids.masked_fill(padding_mask[:, None], -1)
-        weights = weights.masked_fill(padding_mask[:, None], 0.0)
-    return Routing(ids.int(), weights)

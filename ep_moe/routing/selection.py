@@ -5,12 +5,16 @@ selection sorts integer keys that order like the floats, stably: NaN greatest, -
 to the lowest id, and lanes that may not be chosen below -inf, where no float could put them.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ep_moe.config import SelectionConfig
 from ep_moe.errors import InputError
+from ep_moe.routing.capacity import admit
 from ep_moe.types import Routing
 
 
@@ -63,8 +67,9 @@ def select_experts(
 
     The key is the logit, as long as it orders like the score: without a bias and with group_score
     max. Otherwise it is the fp32 score (+ bias). ids of real tokens are valid, distinct and
-    inside the kept groups whatever the input. Rows with NaN, +inf or nothing but -inf have NaN
-    weights, or with nan_policy uniform are treated as all-equal logits.
+    inside the kept groups whatever the input. Rows with NaN or nothing but -inf, and with softmax
+    also +inf, have NaN weights; with nan_policy uniform all these and +inf are treated as all-equal
+    logits.
     """
     if logits.ndim != 2:
         raise InputError("logits", f"of shape {tuple(logits.shape)}", "(tokens, num_experts)")
@@ -81,12 +86,48 @@ def select_experts(
     config.check_experts(logits.shape[1])
     logits = sanitize(logits, config, padding_mask)
     with torch.no_grad():
-        ids = _select(logits, config, expert_bias)
-    weights = gate_weights(logits, ids, config)
+        choice = choose(logits, config, expert_bias=expert_bias, padding_mask=padding_mask)
+    return weigh(logits, choice, config)
+
+
+class Choice(NamedTuple):
+    """What selection decided, before any weight.
+
+    wanted  (T,K) int32, before any dropping; -1 = padding. The balance losses count these.
+    ids     (T,K) int32, in effect; a dropped slot keeps the id whose score it had.
+    kept    (T,K) bool: False = dropped, or padding.
+    """
+
+    wanted: Tensor
+    ids: Tensor
+    kept: Tensor
+
+
+def choose(
+    logits: Tensor,
+    config: SelectionConfig,
+    *,
+    expert_bias: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    given: Tensor | None = None,
+) -> Choice:
+    """logits (T,E), sanitized -> who goes where; `given` ids (T,K) replace the selection."""
+    ranked = _rank(logits, config, expert_bias)
+    wanted = ranked[:, : config.top_k] if given is None else given.long()
     if padding_mask is not None:
-        ids = ids.masked_fill(padding_mask[:, None], -1)
-        weights = weights.masked_fill(padding_mask[:, None], 0.0)
-    return Routing(ids.int(), weights)
+        wanted = wanted.masked_fill(padding_mask[:, None], -1)
+    ids, kept = wanted, wanted >= 0
+    if config.capacity_factor is not None:
+        tokens = len(logits) if padding_mask is None else (~padding_mask).sum()
+        scores = SCORING[config.scoring_func].score(logits)
+        ids, kept, _, _ = admit(wanted, scores, ranked, config, num_tokens=tokens)
+    return Choice(wanted.int(), ids.int(), kept)
+
+
+def weigh(logits: Tensor, choice: Choice, config: SelectionConfig) -> Routing:
+    """Gate weights of a choice, 0 and id -1 where it was not kept."""
+    weights = gate_weights(logits, choice.ids.long().clamp_min(0), choice.kept, config)
+    return Routing(choice.ids.masked_fill(~choice.kept, -1), weights)
 
 
 def sanitize(logits: Tensor, config: SelectionConfig, padding_mask: Tensor | None) -> Tensor:
@@ -101,37 +142,52 @@ def sanitize(logits: Tensor, config: SelectionConfig, padding_mask: Tensor | Non
     return logits if dropped is None else logits.masked_fill(dropped[:, None], 0.0)
 
 
-def gate_weights(logits: Tensor, ids: Tensor, config: SelectionConfig) -> Tensor:
-    """Final weights of the chosen experts; differentiable in the logits.  (T,E), (T,K) int64 ->
-    (T,K)
+def gate_weights(logits: Tensor, ids: Tensor, kept: Tensor, config: SelectionConfig) -> Tensor:
+    """Final weights of the chosen experts, 0 where not kept; differentiable in the logits.
 
-    softmax + renormalise needs the K chosen logits only. sigmoid + renormalise is written as a
-    softmax of log-sigmoids, so that a sum of underflowing sigmoids is not 0/0.
+    logits (T,E), ids (T,K) int64 in [0,E), kept (T,K) bool -> (T,K). Renormalising is a softmax of
+    the chosen log-scores: it needs no other logit, and a sum of underflowing sigmoids is not 0/0.
     """
-    chosen = logits.gather(1, ids)
-    match config.scoring_func, config.renormalize:
-        case "softmax", True:
-            weights = chosen.softmax(dim=1)
-        case "softmax", False:
-            weights = logits.softmax(dim=1).gather(1, ids)
-        case "sigmoid", True:
-            weights = F.logsigmoid(chosen).softmax(dim=1)
-        case _:
-            weights = chosen.sigmoid()
-    if (
-        config.scoring_func == "softmax"
-    ):  # a row without a softmax has no weights, whatever was chosen
+    scoring = SCORING[config.scoring_func]
+    log_scores = scoring.log_score(logits.gather(1, ids))
+    if config.renormalize:
+        weights = log_scores.softmax(dim=1)
+    else:
+        weights = scoring.score(logits).gather(1, ids)
+    if config.renormalize_after_drop:
+        gone = ~kept & kept.any(dim=1, keepdim=True)  # a row that lost all has no softmax
+        remaining = log_scores.masked_fill(gone, -torch.inf).softmax(dim=1)
+        weights = remaining * weights.sum(dim=1, keepdim=True)
+    if config.scoring_func == "softmax":
+        # A row without a softmax has no weights, whatever was chosen.
         broken = ~logits.detach().amax(dim=1, keepdim=True).isfinite()
         weights = weights.masked_fill(broken, torch.nan)
-    return weights * config.routed_scaling_factor
+    return (weights * config.routed_scaling_factor).masked_fill(~kept, 0.0)
 
 
 def dense_probabilities(logits: Tensor, config: SelectionConfig) -> Tensor:
-    """p (T,E) of the balance loss: softmax, or each sigmoid over the sum of them; never biased,
-    rows sum to 1."""
-    if config.scoring_func == "softmax":
-        return logits.softmax(dim=1)
-    return F.logsigmoid(logits).softmax(dim=1)
+    """p (T,E) of the balance loss: the scores over their sum; never biased, rows sum to 1."""
+    return SCORING[config.scoring_func].log_score(logits).softmax(dim=1)
+
+
+class Scoring(NamedTuple):
+    """score: (T,E) logits -> (T,E); log_score: its logarithm, up to a constant per row."""
+
+    score: Callable[[Tensor], Tensor]
+    log_score: Callable[[Tensor], Tensor]
+
+
+def _log_sqrtsoftplus(logits: Tensor) -> Tensor:
+    """log(softplus(x)) / 2, where softplus underflows: x / 2"""
+    low = logits < -15  # there softplus(x) = exp(x) (1 - exp(x) / 2 + ...), which is exp(x) in fp32
+    return torch.where(low, logits, F.softplus(logits.masked_fill(low, 0.0)).log()) / 2
+
+
+SCORING = {
+    "softmax": Scoring(lambda logits: logits.softmax(dim=1), lambda logits: logits),
+    "sigmoid": Scoring(torch.sigmoid, F.logsigmoid),
+    "sqrtsoftplus": Scoring(lambda logits: _log_sqrtsoftplus(logits).exp(), _log_sqrtsoftplus),
+}
 
 
 def order_key(scores: Tensor) -> Tensor:
@@ -150,18 +206,18 @@ def order_key(scores: Tensor) -> Tensor:
     return key.masked_fill(scores.isnan(), mask)
 
 
-def _select(logits: Tensor, config: SelectionConfig, expert_bias: Tensor | None) -> Tensor:
-    """(T,E) fp32 or fp64 -> (T,K) int64"""
+def _rank(logits: Tensor, config: SelectionConfig, expert_bias: Tensor | None) -> Tensor:
+    """(T,E) fp32 or fp64 -> (T,C) int64: the experts of the kept groups, best first"""
     tokens, num_experts = logits.shape
-    groups = config.num_expert_group
+    groups, in_group = config.num_expert_group, num_experts // config.num_expert_group
     scores = logits
     if expert_bias is not None or config.group_score == "top2_sum":
-        scores = logits.softmax(dim=1) if config.scoring_func == "softmax" else logits.sigmoid()
+        scores = SCORING[config.scoring_func].score(logits)
         if expert_bias is not None:
             scores = scores + expert_bias
     key = order_key(scores)
     if groups > 1:
-        key_TGP = key.view(tokens, groups, num_experts // groups)
+        key_TGP = key.view(tokens, groups, in_group)
         if config.group_score == "max":
             group_key = key_TGP.amax(dim=2)
         else:
@@ -171,7 +227,7 @@ def _select(logits: Tensor, config: SelectionConfig, expert_bias: Tensor | None)
         dropped = torch.ones_like(group_key, dtype=torch.bool).scatter_(1, kept, False)
         below_all = torch.iinfo(key.dtype).min
         key = key_TGP.masked_fill(dropped[..., None], below_all).view(tokens, num_experts)
-    return _descending(key)[:, : config.top_k]
+    return _descending(key)[:, : config.topk_group * in_group]
 
 
 def _descending(key: Tensor) -> Tensor:

@@ -17,15 +17,23 @@ def formula(name, gate, up):
     """One element, in plain floats."""
     if name == "swiglu":
         return gate / (1 + math.exp(-gate)) * up
+    if name == "geglu":
+        return gate * (1 + math.erf(gate / math.sqrt(2))) / 2 * up
+    if name == "relu2":
+        return max(gate, 0.0) ** 2
     gate, up = min(gate, 7.0), min(max(up, -7.0), 7.0)
     return gate / (1 + math.exp(-1.702 * gate)) * (up + 1)
 
 
 def in_torch(name, pre):
     """The same, differentiable."""
+    if name == "relu2":
+        return pre.clamp(min=0) ** 2
     gate, up = pre.chunk(2, dim=1)
     if name == "swiglu":
         return gate * gate.sigmoid() * up
+    if name == "geglu":
+        return gate * (1 + (gate / math.sqrt(2)).erf()) / 2 * up
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return gate * (1.702 * gate).sigmoid() * (up + 1)
 
@@ -34,19 +42,23 @@ def tolerance(dtype):
     return {torch.float64: 1e-12, torch.float32: 1e-6}.get(dtype, torch.finfo(dtype).eps)
 
 
-def random_pre(rows, width, dtype, device):
+def halves(name):
+    return 1 if name == "relu2" else 2
+
+
+def random_pre(name, rows, width, dtype, device):
     """Wide enough that the clamps bite."""
-    return (torch.randn(rows, 2 * width, device=device) * 5).to(dtype)
+    return (torch.randn(rows, halves(name) * width, device=device) * 5).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows,width", SHAPES)
 @NAMES
 def test_forward(name, rows, width, dtype, device):
-    pre = random_pre(rows, width, dtype, device)
+    pre = random_pre(name, rows, width, dtype, device)
     got = ops.ACTIVATIONS[name].forward(pre)
     assert got.dtype == dtype
-    values = [[formula(name, r[i], r[width + i]) for i in range(width)] for r in pre.tolist()]
+    values = [[formula(name, r[i], r[i - width]) for i in range(width)] for r in pre.tolist()]
     expected = torch.tensor(values, dtype=torch.float64, device=device).view(rows, width)
     assert_close(got, expected, name="h", tolerance=tolerance(dtype))
 
@@ -56,7 +68,7 @@ def test_forward(name, rows, width, dtype, device):
 @pytest.mark.parametrize("rows,width", SHAPES)
 @NAMES
 def test_backward(name, rows, width, dtype, layout, device):
-    pre = random_pre(rows, width, dtype, device)
+    pre = random_pre(name, rows, width, dtype, device)
     d_h = torch.randn(rows, width, device=device).to(dtype)
     expected = leaf(pre)
     in_torch(name, expected).backward(d_h.double())
@@ -68,7 +80,7 @@ def test_backward(name, rows, width, dtype, layout, device):
 @NAMES
 def test_forward_is_differentiable_by_torch_too(name, device):
     """Shared experts use it that way."""
-    pre = random_pre(9, 5, torch.float64, device).requires_grad_()
+    pre = random_pre(name, 9, 5, torch.float64, device).requires_grad_()
     d_h = torch.randn(9, 5, dtype=torch.float64, device=device)
     ops.ACTIVATIONS[name].forward(pre).backward(d_h)
     got = ops.ACTIVATIONS[name].backward(d_h, pre.detach())
@@ -80,7 +92,9 @@ def test_huge_inputs_stay_finite(name, device):
     pre = torch.tensor([[-1e4, 1e4, 0.0, 1.0, -1.0, 1.0]], device=device)
     activation = ops.ACTIVATIONS[name]
     assert activation.forward(pre).isfinite().all()
-    assert activation.backward(torch.ones(1, 3, device=device), pre).isfinite().all()
+    assert (
+        activation.backward(torch.ones(1, 6 // halves(name), device=device), pre).isfinite().all()
+    )
 
 
 def test_clamps_let_no_gradient_through(device):

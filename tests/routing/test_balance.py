@@ -35,7 +35,7 @@ def test_aux_cases(p, ids, expected, wrong):
 
 
 def stats(aux, z=0.0):
-    return RoutingStats(torch.zeros(2), torch.as_tensor(aux), torch.as_tensor(z))
+    return RoutingStats(torch.zeros(2), torch.zeros(()), torch.as_tensor(aux), torch.as_tensor(z))
 
 
 def test_layers_are_averaged_after_the_product():
