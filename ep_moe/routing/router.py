@@ -163,9 +163,8 @@ class Router(nn.Module):
         kept = self.expert_bias
         super()._apply(fn, recurse)
         if kept is not None and self.expert_bias is not None:
-            moved = (
-                self.expert_bias if kept.is_meta else kept
-            )  # a meta tensor has no values to keep
+            # A meta tensor has no values to keep.
+            moved = self.expert_bias if kept.is_meta else kept
             self.expert_bias = moved.to(self.expert_bias.device, torch.float32)
         return self
 
