@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ep_moe.config import MoEConfig
 from ep_moe.dispatch import Transport, combine, dispatch, make_transport
 from ep_moe.errors import InputError
+from ep_moe.exact import split_slots, sum_slots
 from ep_moe.experts import Experts, SharedExperts
 from ep_moe.parallel import ExpertParallel
 from ep_moe.replay import refuse_reentrant_checkpoint
@@ -99,5 +100,14 @@ def _moe(x: Tensor, routing: Routing, experts: Experts, transport: Transport) ->
     if x.dtype != dtype:
         rule = f"{dtype}, as the expert parameters: cast x, or the layer with .to()"
         raise InputError("x", x.dtype, rule)
+    if experts.config.numerics == "exact":
+        gate_on = experts.config.gate_on
+        x_NH, slot_routing = split_slots(x, routing, gate_on=gate_on)
+        y_NH = _exchange(x_NH, slot_routing, experts, transport)
+        return sum_slots(y_NH, routing, gate_on=gate_on)
+    return _exchange(x, routing, experts, transport)
+
+
+def _exchange(x: Tensor, routing: Routing, experts: Experts, transport: Transport) -> Tensor:
     arrived = dispatch(x, routing, experts.config.num_experts, transport)
     return combine(experts(arrived), arrived.plan, transport)
