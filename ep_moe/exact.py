@@ -35,7 +35,7 @@ def sum_slots(y: Tensor, routing: Routing, *, gate_on: str) -> Tensor:
 
 def exact_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight^T whose rows, and those of d_x, depend on that row alone. (T,N), (P,N) -> (T,P)"""
-    return _ExactLinear.apply(x, weight)
+    return _ExactLinear.apply(x, weight.to(x.dtype))
 
 
 def slots_of(ids: Tensor) -> Tensor:

@@ -67,14 +67,12 @@ class Experts(nn.Module):
     def forward(self, arrived: Arrived) -> Tensor:
         """Arrived rows (A,H) -> (A,H): for each row the gate-weighted sum over its experts that
         live here."""
+        parameters = (self.w_gate_up, self.w_down, self.b_gate_up, self.b_down)
         with torch.profiler.record_function("ep_moe.experts"):
             return _ExpertMLP.apply(
                 arrived.rows,
                 arrived.gate_weights,
-                self.w_gate_up,
-                self.w_down,
-                self.b_gate_up,
-                self.b_down,
+                *(p if p is None else p.to(arrived.rows.dtype) for p in parameters),  # autocast
                 arrived.local_ids,
                 self.config.activation,
                 self.config.gate_on,
@@ -104,6 +102,8 @@ class SharedExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(T,H) -> (T,H)"""
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         linear = F.linear if self.numerics == "fast" else exact_linear
         hidden = ops.ACTIVATIONS[self.activation].forward(linear(x, self.w_gate_up))
         out = linear(hidden, self.w_down)
