@@ -79,8 +79,8 @@ class MoELayer(nn.Module):
                 raise ConfigError(
                     "DistributedDataParallel",
                     name,
-                    "built after ep_moe.ddp_ignore(the module it wraps), and the experts set again: "
-                    "it has overwritten them with those of another rank",
+                    "built after ep_moe.ddp_ignore(the module it wraps), and the experts set "
+                    "again: it has overwritten them with those of another rank",
                 )
         self._known_wrapper = id(wrapper)
 

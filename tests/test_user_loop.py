@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import ep_moe
+from ep_moe import ops
 from ep_moe.testing import assert_close
 
 CONFIG = ep_moe.MoEConfig(
@@ -106,3 +107,28 @@ class Block(torch.nn.Module):
     def forward(self, x):
         y, _ = self.layer(torch.nn.functional.silu(x))
         return x + y
+
+
+@pytest.mark.parametrize("frozen", ["w_gate_up", "w_down", "experts", "router", "nothing"])
+def test_no_weight_gradient_is_computed_in_vain(frozen, monkeypatch):
+    layer, x = layer_and_x(torch.device("cpu"))
+    for name, parameter in layer.named_parameters():
+        if frozen in name:
+            parameter.requires_grad_(False)
+    computed = []
+    wgrad, router = ops.grouped_gemm_wgrad, ops.router_logits_backward
+
+    def spy_wgrad(*args, **options):
+        computed.append("expert")
+        return wgrad(*args, **options)
+
+    def spy_router(*args, **options):
+        computed.extend(["router"] * options["needs_weight"])
+        return router(*args, **options)
+
+    monkeypatch.setattr(ops, "grouped_gemm_wgrad", spy_wgrad)
+    monkeypatch.setattr(ops, "router_logits_backward", spy_router)
+    backward(layer, x)
+    matrices = {"w_gate_up": 1, "w_down": 1, "experts": 0}.get(frozen, 2)
+    assert computed.count("expert") == matrices
+    assert computed.count("router") == (frozen != "router")
