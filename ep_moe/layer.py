@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ep_moe.config import MoEConfig
 from ep_moe.dispatch import Transport, combine, dispatch, make_transport
-from ep_moe.errors import ConfigError, InputError
+from ep_moe.errors import BackendUnavailable, ConfigError, InputError
 from ep_moe.exact import split_slots, sum_slots
 from ep_moe.experts import Experts, SharedExperts
 from ep_moe.parallel import ExpertParallel
@@ -115,6 +115,11 @@ def moe(x: Tensor, routing: Routing, experts: Experts, transport: Transport) -> 
 
 
 def _moe(x: Tensor, routing: Routing, experts: Experts, transport: Transport) -> Tensor:
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise BackendUnavailable(
+            "an ep_moe layer cannot be captured in a CUDA graph yet: dispatch and the experts' "
+            "products read sizes on the host. Capture the parts around it"
+        )
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))  # the experts' weights follow
     elif x.dtype != experts.w_gate_up.dtype:
