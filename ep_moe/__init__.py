@@ -2,7 +2,16 @@
 
 from ep_moe.config import MoEConfig, SelectionConfig
 from ep_moe.dispatch import make_transport
-from ep_moe.errors import BackendUnavailable, ConfigError, InputError, RecomputationMismatch
+from ep_moe.errors import (
+    BackendUnavailable,
+    CallMismatch,
+    ConfigError,
+    DispatchTimeout,
+    InputError,
+    PeerLost,
+    RecomputationMismatch,
+    SplitMismatch,
+)
 from ep_moe.experts import Experts
 from ep_moe.layer import MoELayer, moe
 from ep_moe.parallel import ExpertParallel, Process, init_process
@@ -29,18 +38,22 @@ from ep_moe.types import Routing, RoutingStats
 
 __all__ = [
     "BackendUnavailable",
+    "CallMismatch",
     "ConfigError",
+    "DispatchTimeout",
     "ExpertParallel",
     "Experts",
     "InputError",
     "MoEConfig",
     "MoELayer",
+    "PeerLost",
     "Process",
     "RecomputationMismatch",
     "Routing",
     "RoutingRecord",
     "RoutingStats",
     "SelectionConfig",
+    "SplitMismatch",
     "balance_hook",
     "busiest_rank",
     "clip_grad_norm_",

@@ -24,3 +24,44 @@ class BackendUnavailable(RuntimeError):
 class RecomputationMismatch(RuntimeError):
     """Activation checkpointing routed a token differently the second time, so gradients would be
     wrong."""
+
+
+class PeerLost(RuntimeError):
+    """A rank that this one needs is gone: says which, why as far as that is known, and what this
+    rank was waiting for. Ranks are global ones."""
+
+    def __init__(self, rank: int, peer: int, *, stage: str, why: str) -> None:
+        super().__init__(f"rank {rank} lost rank {peer} at {stage}: rank {peer} {why}")
+        self.rank, self.peer, self.stage = rank, peer, stage
+
+
+class DispatchTimeout(RuntimeError):
+    """Somebody waited for longer than the timeout of the group: says who, for what, and where the
+    others were. `first` is the rank that gave up first; without it the others cannot go on."""
+
+    def __init__(self, rank: int, first: int, *, stage: str, why: str) -> None:
+        reason = f"rank {first} {why}"
+        super().__init__(
+            reason if first == rank else f"rank {rank} gave up at {stage}, because {reason}"
+        )
+        self.rank, self.first, self.stage = rank, first, stage
+
+
+class CallMismatch(RuntimeError):
+    """With EP_MOE_CHECK=1: ranks of one group are about to exchange different things, because they
+    call their layers in a different order or number."""
+
+
+class SplitMismatch(RuntimeError):
+    """With EP_MOE_CHECK=1: a rank would send another number of rows than its peer expects.
+
+    `bad` holds (source, destination, sent, expected), ranks of the group.
+    """
+
+    def __init__(self, bad: list[tuple[int, int, int, int]], stage: str) -> None:
+        pairs = "; ".join(
+            f"rank {source} sends rank {destination} {sent} rows, which expects {expected}"
+            for source, destination, sent, expected in bad
+        )
+        super().__init__(f"splits disagree at {stage}: {pairs}")
+        self.bad = bad

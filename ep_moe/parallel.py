@@ -7,6 +7,7 @@ place that knows.
 
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ep_moe import check
 from ep_moe.errors import BackendUnavailable, ConfigError
+from ep_moe.peers import Peers, leave_all
+
+MAX_NET = 256  # ranks that all connect to each other at once: a process may open 1024 files
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,13 @@ class ExpertParallel:
     rank: int = 0
     size: int = 1
     replicas: dist.ProcessGroup | None = None
+
+    @property
+    def peers(self) -> Peers:
+        """The other ranks, shared by all layers of the group."""
+        if self.group is None:
+            raise ConfigError("ep", self, "a process group to have peers")
+        return Peers.of(self.group)
 
     @classmethod
     def resolve(
@@ -64,8 +76,25 @@ class ExpertParallel:
         """The sum of the ranks' values, on every rank; a new tensor."""
         total = value.clone()
         if self.group is not None:
-            dist.all_reduce(total, group=self.group)
+            with self.waiting(f"the sum of a tensor of shape {tuple(value.shape)}"):
+                dist.all_reduce(total, group=self.group)
         return total
+
+    def waiting(
+        self, stage: str, splits: check.Splits | None = None
+    ) -> AbstractContextManager[None]:
+        """Around every wait for these ranks. It is bounded by the timeout of the group; when a peer
+        dies, or is elsewhere, the failure becomes PeerLost or DispatchTimeout, which name it.
+
+        Your own waits may use it: `with ep.waiting("gradients"): dist.all_reduce(...)`. Every rank
+        must come here equally often, in the same order, with the same stage; EP_MOE_CHECK=1 holds
+        them to it, and compares the splits of an all-to-all.
+        """
+        if self.group is None or self.size == 1:
+            return nullcontext()
+        if check.wanted():
+            check.same_exchange(self.peers, stage, splits)
+        return self.peers.waiting(stage)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ExpertParallel":
         return self  # a copy of a layer talks to the same ranks
@@ -82,8 +111,9 @@ class Process:
     group: dist.ProcessGroup | None
 
     def close(self) -> None:
-        """Leave the process group, if this process joined one."""
+        """Leave the process group, if this process joined one; never waits for a peer."""
         if self.group is not None and dist.is_initialized():
+            leave_all()
             dist.destroy_process_group()
 
 
@@ -113,4 +143,7 @@ def init_process(
     dist.init_process_group(
         "nccl" if gpus else "gloo", timeout=timeout, device_id=device if gpus else None
     )
-    return Process(rank, local_rank, world_size, device, dist.group.WORLD)
+    group = dist.group.WORLD
+    if group is not None and world_size <= MAX_NET:
+        Peers.of(group)  # from now on a rank that dies has a name, long before the first layer
+    return Process(rank, local_rank, world_size, device, group)

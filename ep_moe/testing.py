@@ -15,6 +15,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from ep_moe.peers import leave_all
+
 # Relative to the largest magnitude of the expected tensor.
 TOLERANCE = {
     torch.float64: 1e-10,
@@ -138,7 +140,9 @@ def _rank_main(
         result = function(rank, *args)
         torch.save(result, Path(folder, f"result.{rank}"))
         dist.barrier()
+        leave_all()
         dist.destroy_process_group()
-    except BaseException:
+    except BaseException as error:
         Path(folder, f"error.{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
+        leave_all(error)
         os._exit(1)

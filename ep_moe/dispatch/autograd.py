@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ep_moe import check
 from ep_moe.dispatch.protocol import Plan, Sent, Transport
 from ep_moe.replay import once
 from ep_moe.types import Arrived, Routing
@@ -17,6 +18,8 @@ from ep_moe.types import Arrived, Routing
 
 def dispatch(x: Tensor, routing: Routing, num_experts: int, transport: Transport) -> Arrived:
     """Send each row of x (T,H) to every rank that has one of its experts."""
+    if check.wanted():
+        routing.validate(len(x), num_experts)
     with torch.profiler.record_function("ep_moe.dispatch"):
         rows, gates, plan = _Dispatch.apply(
             x, routing.gate_weights, routing.ids, num_experts, transport

@@ -8,34 +8,37 @@ gates.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe import ops
+from ep_moe.check import Splits
 from ep_moe.dispatch.protocol import Caps, Sent
 from ep_moe.parallel import ExpertParallel
+from ep_moe.replay import in_backward
 from ep_moe.types import Routing
 
 
 @dataclass(frozen=True)
 class CollectivePlan:
     """W=2, two experts a rank, ids [[0,1],[3,0]] on this rank:
-    sent_of_token = [[0,-1],[1,2]]   token_of_sent = [0,1,1]   sent_splits = [2,1]
+    sent_of_token = [[0,-1],[1,2]]   token_of_sent = [0,1,1]   splits.sent = [2,1]
 
     local_ids      (A,K) int32 of the arrived rows.
     token_of_sent  (N,) int64: the rows this rank sends, ordered by (destination, token).
     sent_of_token  (T,W) int32, -1 = that rank does not need this token.
-    sent_splits, arrived_splits  rows to and from each rank.
+    splits         rows to each rank and from each, on the way out.
+    call           the number of this dispatch among those of its layer.
     """
 
     local_ids: Tensor
     token_of_sent: Tensor
     sent_of_token: Tensor
-    sent_splits: list[int]
-    arrived_splits: list[int]
+    splits: Splits
+    call: int
 
 
 class CollectiveTransport:
@@ -46,21 +49,25 @@ class CollectiveTransport:
 
     def __init__(self, ep: ExpertParallel) -> None:
         self.ep = ep
+        self.layer, self.calls = next(ep.peers.layers), 0
+
+    def __deepcopy__(self, _: dict[int, Any]) -> "CollectiveTransport":
+        return CollectiveTransport(self.ep)  # of a layer of its own
 
     def dispatch(self, x: Tensor, routing: Routing, num_experts: int) -> Sent:
+        self.calls += 1
         each = num_experts // self.ep.size
         rank_of_slot = routing.ids.div(each, rounding_mode="floor")  # -1 stays -1
         ranks = torch.arange(self.ep.size, device=x.device)
         needed = (rank_of_slot[:, :, None] == ranks).any(dim=1)  # (T,W)
 
         sent_counts = needed.sum(dim=0)
-        arrived_counts = self._exchange_counts(sent_counts)
-        sent_splits, arrived_splits = torch.stack([sent_counts, arrived_counts]).tolist()
+        splits = self._exchange_counts(sent_counts)
 
         before = sent_counts.cumsum(0) - sent_counts
         position = (before + needed.cumsum(dim=0) - 1).masked_fill(~needed, -1)
         # Absent pairs all write into one spare element behind the end.
-        num_sent = sum(sent_splits)
+        num_sent = sum(splits.sent)
         tokens = torch.arange(len(x), device=x.device)[:, None].expand_as(needed)
         slots = torch.where(needed, position, num_sent)
         token_of_sent = position.new_zeros(num_sent + 1).scatter_(
@@ -72,39 +79,59 @@ class CollectiveTransport:
         local_ids = local_ids.masked_fill((local_ids < 0) | (local_ids >= each), -1).int()
         gates = routing.gate_weights[token_of_sent]
         message = torch.cat([local_ids, gates.view(torch.int32)], dim=1)
-        message = self._exchange(message, sent_splits, arrived_splits)
+        stage = self._stage(self.calls, "ids and gates out")
+        message = exchange(message, splits, ep=self.ep, stage=stage)
         top_k = routing.ids.shape[1]
         plan = CollectivePlan(
             local_ids=message[:, :top_k].contiguous(),
             token_of_sent=token_of_sent,
             sent_of_token=position.int(),
-            sent_splits=sent_splits,
-            arrived_splits=arrived_splits,
+            splits=splits,
+            call=self.calls,
         )
         arrived_gates = message[:, top_k:].clone(memory_format=torch.contiguous_format)
         return Sent(plan, self.replay(plan, x), arrived_gates.view(gates.dtype))
 
     def replay(self, plan: CollectivePlan, x: Tensor) -> Tensor:
-        return self._exchange(x[plan.token_of_sent], plan.sent_splits, plan.arrived_splits)
+        return self._out(plan, x, "rows out")
 
     def replay_gates(self, plan: CollectivePlan, gates: Tensor) -> Tensor:
-        return self.replay(plan, gates)
+        return self._out(plan, gates, "gates out")
 
     def combine(self, plan: CollectivePlan, rows: Tensor) -> Tensor:
-        returned = self._exchange(rows, plan.arrived_splits, plan.sent_splits)
-        return ops.weighted_sum(returned, None, plan.sent_of_token)
+        return self._back(plan, rows, "rows back")
 
     def combine_gates(self, plan: CollectivePlan, gates: Tensor) -> Tensor:
-        return self.combine(plan, gates)
+        return self._back(plan, gates, "gates back")
 
-    def _exchange_counts(self, counts: Tensor) -> Tensor:
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts, group=self.ep.group)
-        return received
+    def _out(self, plan: CollectivePlan, values: Tensor, what: str) -> Tensor:
+        stage = self._stage(plan.call, what)
+        return exchange(values[plan.token_of_sent], plan.splits, ep=self.ep, stage=stage)
 
-    def _exchange(self, rows: Tensor, out_splits: list[int], in_splits: list[int]) -> Tensor:
-        """Send rows to the ranks in order, out_splits[r] to rank r; any dtype, moved as bytes."""
-        payload = rows.contiguous().view(torch.uint8)
-        received = payload.new_empty(sum(in_splits), payload.shape[1])
-        dist.all_to_all_single(received, payload, in_splits, out_splits, group=self.ep.group)
-        return received.view(rows.dtype)
+    def _back(self, plan: CollectivePlan, values: Tensor, what: str) -> Tensor:
+        back = Splits(sent=plan.splits.expected, expected=plan.splits.sent)
+        returned = exchange(values, back, ep=self.ep, stage=self._stage(plan.call, what))
+        return ops.weighted_sum(returned, None, plan.sent_of_token)
+
+    def _exchange_counts(self, sent: Tensor) -> Splits:
+        arrived = torch.empty_like(sent)
+        with self.ep.waiting(self._stage(self.calls, "the counts")):
+            dist.all_to_all_single(arrived, sent, group=self.ep.group)
+            return Splits(*torch.stack([sent, arrived]).tolist())
+
+    def _stage(self, call: int, what: str) -> str:
+        direction = "backward" if in_backward() else "forward"
+        return f"layer {self.layer}, call {call}, {direction}, {what}"
+
+
+def exchange(rows: Tensor, splits: Splits, *, ep: ExpertParallel, stage: str) -> Tensor:
+    """Rows to the ranks in order, splits.sent[r] of them to rank r; any dtype, moved as bytes.
+    `stage` is what errors call this exchange.
+
+    Gloo hangs where splits do not match, and NCCL reads other rows: EP_MOE_CHECK=1 compares them.
+    """
+    payload = rows.contiguous().view(torch.uint8)
+    received = payload.new_empty(sum(splits.expected), payload.shape[1])
+    with ep.waiting(stage, splits):
+        dist.all_to_all_single(received, payload, splits.expected, splits.sent, group=ep.group)
+    return received.view(rows.dtype)
