@@ -15,7 +15,7 @@ LEVELS = [
     {"types"},
     {"config"},
     {"parallel"},
-    {"kernels", "measure", "oracle", "replay"},
+    {"kernels", "measure", "oracle", "replay", "traces"},
     {"ops"},
     {"experts", "routing", "dispatch", "state"},
     {"layer"},

@@ -14,7 +14,7 @@ from ep_moe import ConfigError, MoEConfig, MoELayer, SelectionConfig
 from ep_moe.config import ALIASES, parse_args
 from tests.helpers import small_config
 
-CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").rglob("*.yaml"))
 NAN, INF = float("nan"), float("inf")
 
 BAD = [  # field, what is wrong with it
