@@ -23,6 +23,7 @@ from ep_moe.training import (
     ddp_ignore,
     load_checkpoint,
     save_checkpoint,
+    sync_expert_grads,
 )
 from ep_moe.types import Routing, RoutingStats
 
@@ -58,5 +59,6 @@ __all__ = [
     "replay_routing",
     "save_checkpoint",
     "select_experts",
+    "sync_expert_grads",
     "total_aux",
 ]

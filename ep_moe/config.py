@@ -147,6 +147,8 @@ class MoEConfig(SelectionConfig):
         z_loss_coef: beta of the router z-loss in the stats
         forced_routing: for benchmarks: ignore the logits' order and spread tokens evenly, or skewed
         forced_skew: with forced_routing skewed: load of the busiest expert over the mean load
+        numerics: fast, or exact: y, dX and the experts' gradients do not depend, to the last bit,
+            on the number of ranks or on the other tokens in the batch; slower, and more bytes move
         transport: how rows cross ranks; auto = local for one rank, collective for more
         loss_reduction: mean = each rank's loss is a mean over its tokens and ranks are averaged;
             sum = they are added
@@ -170,6 +172,7 @@ class MoEConfig(SelectionConfig):
     z_loss_coef: float = 0.0
     forced_routing: Literal["none", "balanced", "skewed"] = "none"
     forced_skew: float = 1.0
+    numerics: Literal["fast", "exact"] = "fast"
     transport: str = "auto"
     loss_reduction: Literal["mean", "sum"] = "mean"
 

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ep_moe import ops
 from ep_moe.config import MoEConfig
 from ep_moe.errors import RecomputationMismatch
+from ep_moe.exact import exact_linear
 from ep_moe.parallel import ExpertParallel
 from ep_moe.types import Arrived, Packed
 
@@ -65,18 +67,17 @@ class Experts(nn.Module):
     def forward(self, arrived: Arrived) -> Tensor:
         """Arrived rows (A,H) -> (A,H): for each row the gate-weighted sum over its experts that
         live here."""
+        parameters = (self.w_gate_up, self.w_down, self.b_gate_up, self.b_down)
         with torch.profiler.record_function("ep_moe.experts"):
             return _ExpertMLP.apply(
                 arrived.rows,
                 arrived.gate_weights,
-                self.w_gate_up,
-                self.w_down,
-                self.b_gate_up,
-                self.b_down,
+                *(p if p is None else p.to(arrived.rows.dtype) for p in parameters),  # autocast
                 arrived.local_ids,
                 self.config.activation,
                 self.config.gate_on,
                 self.grad_scale,
+                self.config.numerics,
             )
 
 
@@ -86,7 +87,7 @@ class SharedExperts(nn.Module):
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
-        self.activation = config.activation
+        self.activation, self.numerics = config.activation, config.numerics
         pre = config.pre_activation_size // config.intermediate_size * config.shared_size
         self.w_gate_up = nn.Parameter(torch.empty(pre, config.hidden_size))
         self.w_down = nn.Parameter(torch.empty(config.hidden_size, config.shared_size))
@@ -101,9 +102,12 @@ class SharedExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(T,H) -> (T,H)"""
-        hidden = ops.ACTIVATIONS[self.activation].forward(x @ self.w_gate_up.t())
-        out = hidden @ self.w_down.t()
-        return out if self.w_gate is None else out * torch.sigmoid(x @ self.w_gate.t())
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        linear = F.linear if self.numerics == "fast" else exact_linear
+        hidden = ops.ACTIVATIONS[self.activation].forward(linear(x, self.w_gate_up))
+        out = linear(hidden, self.w_down)
+        return out if self.w_gate is None else out * torch.sigmoid(linear(x, self.w_gate))
 
 
 class _ExpertMLP(torch.autograd.Function):
@@ -120,15 +124,17 @@ class _ExpertMLP(torch.autograd.Function):
         activation: str,
         gate_on: str,
         grad_scale: float,
+        numerics: ops.Numerics,
     ) -> Tensor:
         with torch.profiler.record_function("ep_moe.permute"):
             packed = ops.pack(local_ids, len(w_gate_up))
             packed_rows = ops.gather(rows, packed.arrived_of_packed)
             if gate_on == "input":
                 packed_rows = _gated(packed_rows, _gate_of_packed(gates, packed))
-        pre = ops.grouped_gemm(packed_rows, w_gate_up, packed.offsets, b_gate_up)
+        offsets = packed.offsets
+        pre = ops.grouped_gemm(packed_rows, w_gate_up, offsets, b_gate_up, numerics=numerics)
         h = ops.ACTIVATIONS[activation].forward(pre)
-        y = ops.grouped_gemm(h, w_down, packed.offsets, b_down)
+        y = ops.grouped_gemm(h, w_down, offsets, b_down, numerics=numerics)
         with torch.profiler.record_function("ep_moe.permute"):
             out_gates = gates if gate_on == "output" else None
             out = ops.weighted_sum(y, out_gates, packed.packed_of_arrived)
@@ -136,7 +142,7 @@ class _ExpertMLP(torch.autograd.Function):
             rows, gates, pre, w_gate_up, w_down, b_down, local_ids, *vars(packed).values()
         )
         ctx.local_ids, ctx.activation = local_ids, activation
-        ctx.gate_on, ctx.grad_scale = gate_on, grad_scale
+        ctx.gate_on, ctx.grad_scale, ctx.numerics = gate_on, grad_scale, numerics
         return out
 
     @staticmethod
@@ -157,7 +163,8 @@ class _ExpertMLP(torch.autograd.Function):
                 d_out_packed = ops.gather(d_out, packed.arrived_of_packed)
                 gate = _gate_of_packed(gates, packed)
             h = activation.forward(pre)
-            d_h = ops.grouped_gemm_dgrad(d_out_packed, w_down, offsets).to(gate.dtype)
+            d_h = ops.grouped_gemm_dgrad(d_out_packed, w_down, offsets, numerics=ctx.numerics)
+            d_h = d_h.to(gate.dtype)
             d_y = d_out_packed
             if on_output:
                 d_gate = (d_h * h).sum(dim=1)  # before the gate: y itself was never kept
@@ -166,7 +173,9 @@ class _ExpertMLP(torch.autograd.Function):
                     d_gate += (d_out_packed.to(gate.dtype) * bias).sum(dim=1)
                 d_y, d_h = _gated(d_y, gate), gate * d_h
             if needs_down:
-                d_w_down = ops.grouped_gemm_wgrad(d_y, h, offsets, scale=scale)
+                d_w_down = ops.grouped_gemm_wgrad(
+                    d_y, h, offsets, scale=scale, numerics=ctx.numerics
+                )
             if needs_b_down:
                 d_b_down = ops.grouped_bias_grad(d_y, offsets, scale=scale)
             d_pre = activation.backward(d_h, pre)
@@ -177,9 +186,11 @@ class _ExpertMLP(torch.autograd.Function):
                     packed_rows = ops.gather(rows, packed.arrived_of_packed)
             if needs_gate_up:
                 seen = packed_rows if on_output else _gated(packed_rows, gate)
-                d_w_gate_up = ops.grouped_gemm_wgrad(d_pre, seen, offsets, scale=scale)
+                d_w_gate_up = ops.grouped_gemm_wgrad(
+                    d_pre, seen, offsets, scale=scale, numerics=ctx.numerics
+                )
             if needs_rows or (needs_gates and not on_output):
-                d_packed = ops.grouped_gemm_dgrad(d_pre, w_gate_up, offsets)
+                d_packed = ops.grouped_gemm_dgrad(d_pre, w_gate_up, offsets, numerics=ctx.numerics)
                 if not on_output:
                     d_gate = (d_packed.to(gate.dtype) * packed_rows).sum(dim=1)
                 if needs_rows:
@@ -192,7 +203,7 @@ class _ExpertMLP(torch.autograd.Function):
                     d_gates[packed.arrived_of_packed, packed.choice_of_packed] = d_gate.to(
                         gates.dtype
                     )
-        return d_rows, d_gates, d_w_gate_up, d_w_down, d_b_gate_up, d_b_down, *[None] * 4
+        return d_rows, d_gates, d_w_gate_up, d_w_down, d_b_gate_up, d_b_down, *[None] * 5
 
 
 def _gate_of_packed(gates: Tensor, packed: Packed) -> Tensor:

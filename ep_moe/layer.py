@@ -4,10 +4,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from ep_moe.config import MoEConfig
 from ep_moe.dispatch import Transport, combine, dispatch, make_transport
-from ep_moe.errors import InputError
+from ep_moe.errors import BackendUnavailable, ConfigError, InputError
+from ep_moe.exact import split_slots, sum_slots
 from ep_moe.experts import Experts, SharedExperts
 from ep_moe.parallel import ExpertParallel
 from ep_moe.replay import refuse_reentrant_checkpoint
@@ -44,10 +46,11 @@ class MoELayer(nn.Module):
         self.router = Router(config, reduce=balance.sum, num_ranks=balance.size)
         self.experts = Experts(config, self.ep)
         self.shared_experts = SharedExperts(config) if config.shared_size else None
+        self._known_wrapper: int | None = None
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, RoutingStats]:
-        """x (..., H) in the dtype of the parameters; padding_mask (...) bool, True = padding, goes
-        nowhere.
+        """x (..., H) in the dtype of the parameters, or any float under autocast; padding_mask
+        (...) bool, True = padding, goes nowhere.
 
         Returns y of x's shape and the RoutingStats, whose losses the caller adds to its own
         (`total_aux`). y at padding is 0, from the shared experts too. Raises InputError for a
@@ -55,6 +58,7 @@ class MoELayer(nn.Module):
         """
         x_TH, mask_T = self._flatten(x, padding_mask)
         refuse_reentrant_checkpoint()
+        self._refuse_ddp_on_experts()
         with torch.profiler.record_function("ep_moe.route"):
             length = x.shape[-2] if x.ndim > 2 else None
             routing, stats = self.router(x_TH, mask_T, sequence_length=length)
@@ -63,6 +67,22 @@ class MoELayer(nn.Module):
             with torch.profiler.record_function("ep_moe.shared"):
                 y_TH = y_TH + self.shared_experts(x_TH)
         return y_TH.view(x.shape), stats
+
+    def _refuse_ddp_on_experts(self) -> None:
+        """Once per wrapper: walking all parameters in each call would cost more than it."""
+        wrapper = DistributedDataParallel._get_active_ddp_module()
+        if wrapper is None or self.ep.size == 1 or self._known_wrapper == id(wrapper):
+            return
+        mine = {id(parameter) for parameter in self.experts.parameters()}
+        for name, parameter in wrapper.module.named_parameters():
+            if id(parameter) in mine and name not in wrapper.parameters_to_ignore:
+                raise ConfigError(
+                    "DistributedDataParallel",
+                    name,
+                    "built after ep_moe.ddp_ignore(the module it wraps), and the experts set "
+                    "again: it has overwritten them with those of another rank",
+                )
+        self._known_wrapper = id(wrapper)
 
     def _flatten(self, x: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(..., H) -> (T,H), with zeros at padding: its NaNs must not reach a weight gradient."""
@@ -95,9 +115,26 @@ def moe(x: Tensor, routing: Routing, experts: Experts, transport: Transport) -> 
 
 
 def _moe(x: Tensor, routing: Routing, experts: Experts, transport: Transport) -> Tensor:
-    dtype = experts.w_gate_up.dtype
-    if x.dtype != dtype:
-        rule = f"{dtype}, as the expert parameters: cast x, or the layer with .to()"
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise BackendUnavailable(
+            "an ep_moe layer cannot be captured in a CUDA graph yet: dispatch and the experts' "
+            "products read sizes on the host. Capture the parts around it"
+        )
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))  # the experts' weights follow
+    elif x.dtype != experts.w_gate_up.dtype:
+        rule = (
+            f"{experts.w_gate_up.dtype}, as the expert parameters: cast x, or the layer with .to()"
+        )
         raise InputError("x", x.dtype, rule)
+    if experts.config.numerics == "exact":
+        gate_on = experts.config.gate_on
+        x_NH, slot_routing = split_slots(x, routing, gate_on=gate_on)
+        y_NH = _exchange(x_NH, slot_routing, experts, transport)
+        return sum_slots(y_NH, routing, gate_on=gate_on)
+    return _exchange(x, routing, experts, transport)
+
+
+def _exchange(x: Tensor, routing: Routing, experts: Experts, transport: Transport) -> Tensor:
     arrived = dispatch(x, routing, experts.config.num_experts, transport)
     return combine(experts(arrived), arrived.plan, transport)

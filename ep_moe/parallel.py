@@ -20,32 +20,36 @@ from ep_moe.errors import BackendUnavailable, ConfigError
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """The ranks that share one set of experts. group is None for a process on its own."""
+    """The ranks that share one set of experts. group is None for a process on its own; replicas are
+    the ranks that hold the same experts as this one (EP x DP), None when there are no others."""
 
     group: dist.ProcessGroup | None = None
     rank: int = 0
     size: int = 1
+    replicas: dist.ProcessGroup | None = None
 
     @classmethod
     def resolve(
         cls, ep: "dist.ProcessGroup | DeviceMesh | ExpertParallel | None"
     ) -> "ExpertParallel":
         """None = this process alone; a group = its ranks; a mesh = its only dimension, or the one
-        named 'ep'."""
+        named 'ep', and then the other dimension runs over the replicas."""
         if ep is None:
             return cls()
         if isinstance(ep, cls):
             return ep
+        replicas = None
         if isinstance(ep, DeviceMesh):
             names = ep.mesh_dim_names or ()
-            if ep.ndim > 1 and "ep" not in names:
-                raise ConfigError(
-                    "ep", ep, "a one-dimensional DeviceMesh, or one with a dimension named 'ep'"
-                )
+            if ep.ndim > 2 or (ep.ndim == 2 and "ep" not in names):
+                rule = "a DeviceMesh of one dimension, or of two of which one is named 'ep'"
+                raise ConfigError("ep", ep, rule)
+            if ep.ndim == 2:
+                replicas = ep.get_group(1 - names.index("ep"))
             ep = ep.get_group("ep" if "ep" in names else None)
         if not isinstance(ep, dist.ProcessGroup):
             raise ConfigError("ep", ep, "None, a torch.distributed ProcessGroup or a DeviceMesh")
-        return cls(group=ep, rank=dist.get_rank(ep), size=ep.size())
+        return cls(group=ep, rank=dist.get_rank(ep), size=ep.size(), replicas=replicas)
 
     def local_experts(self, num_experts: int) -> range:
         """The global ids that live on this rank: consecutive, the same number on each."""

@@ -17,6 +17,7 @@ LEVELS = [
     {"parallel"},
     {"kernels", "measure", "oracle", "replay", "traces"},
     {"ops"},
+    {"exact"},
     {"experts", "routing", "dispatch", "state"},
     {"layer"},
     {"training", "planner", "integrations"},

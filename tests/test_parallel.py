@@ -15,7 +15,7 @@ def rank_resolves(rank):
     world = dist.group.WORLD
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     unnamed = init_device_mesh("cpu", (2, 2))
-    with pytest.raises(ep_moe.ConfigError, match="dimension named 'ep'"):
+    with pytest.raises(ep_moe.ConfigError, match="one is named 'ep'"):
         ep_moe.ExpertParallel.resolve(unnamed)
     kinds = {
         "group": world,

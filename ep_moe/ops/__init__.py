@@ -12,19 +12,23 @@ from ep_moe.ops.grouped_gemm import (
     grouped_gemm_dgrad,
     grouped_gemm_wgrad,
 )
+from ep_moe.ops.numerics import ROW_BLOCK, Numerics, matmul
 from ep_moe.ops.pack import pack
 from ep_moe.ops.router_logits import router_logits, router_logits_backward
 from ep_moe.ops.weighted_sum import weighted_sum, weighted_sum_backward
 
 __all__ = [
     "ACTIVATIONS",
+    "ROW_BLOCK",
     "Activation",
+    "Numerics",
     "gather",
     "gather_backward",
     "grouped_bias_grad",
     "grouped_gemm",
     "grouped_gemm_dgrad",
     "grouped_gemm_wgrad",
+    "matmul",
     "pack",
     "router_logits",
     "router_logits_backward",

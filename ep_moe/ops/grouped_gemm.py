@@ -12,40 +12,59 @@ import torch
 from torch import Tensor
 
 from ep_moe.errors import InputError
+from ep_moe.ops.numerics import Numerics, matmul
 
 
-def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+def grouped_gemm(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    numerics: Numerics = "fast",
+) -> Tensor:
     """y[s] = weight[e] @ x[s] (+ bias[e]) for the expert e that owns row s.
 
     x (S,N_in), weight (E_loc,N_out,N_in), offsets (E_loc+1,) int32, bias (E_loc,N_out) -> (S,N_out)
     """
     y = x.new_zeros(len(x), weight.shape[1])
     for e, rows in _groups(offsets, len(weight), len(x)):
-        if bias is None:
-            torch.mm(x[rows], weight[e].t(), out=y[rows])
-        else:  # added before the one rounding
-            torch.addmm(bias[e], x[rows], weight[e].t(), out=y[rows])
+        of_expert = None if bias is None else bias[e]
+        matmul(x[rows], weight[e].t(), numerics=numerics, bias=of_expert, out=y[rows])
     return y
 
 
-def grouped_gemm_dgrad(d_y: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def grouped_gemm_dgrad(
+    d_y: Tensor, weight: Tensor, offsets: Tensor, *, numerics: Numerics = "fast"
+) -> Tensor:
     """d_x[s] = d_y[s] @ weight[e].  (S,N_out), (E_loc,N_out,N_in) -> (S,N_in)"""
     d_x = d_y.new_zeros(len(d_y), weight.shape[2])
     for e, rows in _groups(offsets, len(weight), len(d_y)):
-        torch.mm(d_y[rows], weight[e], out=d_x[rows])
+        matmul(d_y[rows], weight[e], numerics=numerics, out=d_x[rows])
     return d_x
 
 
-def grouped_gemm_wgrad(d_y: Tensor, x: Tensor, offsets: Tensor, *, scale: float = 1.0) -> Tensor:
+def grouped_gemm_wgrad(
+    d_y: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    *,
+    scale: float = 1.0,
+    numerics: Numerics = "fast",
+) -> Tensor:
     """d_weight[e] = scale * sum_s d_y[s] x[s]^T over the rows of e; exactly zero for an empty
     expert.
 
-    d_y (S,N_out), x (S,N_in) -> (E_loc,N_out,N_in)
+    d_y (S,N_out), x (S,N_in) -> (E_loc,N_out,N_in). One product per expert, over its rows in packed
+    order; exact takes copies of them, so that not even their alignment depends on others.
     """
     groups = _groups(offsets, None, len(x))
     d_weight = x.new_zeros(len(offsets) - 1, d_y.shape[1], x.shape[1])
     for e, rows in groups:
-        torch.mm(d_y[rows].t(), x[rows], out=d_weight[e])
+        a, b = d_y[rows], x[rows]
+        if numerics == "exact":
+            a, b = a.clone(), b.clone()
+        torch.mm(a.t(), b, out=d_weight[e])
     return d_weight.mul_(scale) if scale != 1.0 else d_weight
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ep_moe.ops.numerics import accumulation_dtype
+from ep_moe.ops.numerics import Numerics, accumulation_dtype, matmul
 
 
 class RouterGrads(NamedTuple):
@@ -17,17 +17,28 @@ class RouterGrads(NamedTuple):
     weight: Tensor | None  # (E,H)
 
 
-def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+def router_logits(x: Tensor, weight: Tensor, *, numerics: Numerics = "fast") -> Tensor:
     """logits[t,e] = <x[t], weight[e]>.  x (T,H), weight (E,H) -> (T,E) fp32, or fp64 for fp64 x"""
     dtype = accumulation_dtype(x.dtype)
-    return torch.mm(x.to(dtype), weight.to(dtype).t())
+    out = torch.empty(len(x), len(weight), dtype=dtype, device=x.device)
+    return matmul(x.to(dtype), weight.to(dtype).t(), numerics=numerics, out=out)
 
 
 def router_logits_backward(
-    d_logits: Tensor, x: Tensor, weight: Tensor, *, needs_x: bool, needs_weight: bool
+    d_logits: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    *,
+    needs_x: bool,
+    needs_weight: bool,
+    numerics: Numerics = "fast",
 ) -> RouterGrads:
     """d_x = d_logits @ weight and d_weight = d_logits^T @ x, each only where it is needed."""
     dtype = d_logits.dtype
-    d_x = torch.mm(d_logits, weight.to(dtype)).to(x.dtype) if needs_x else None
-    d_weight = torch.mm(d_logits.t(), x.to(dtype)).to(weight.dtype) if needs_weight else None
+    d_x = d_weight = None
+    if needs_x:
+        out = torch.empty(x.shape, dtype=dtype, device=x.device)
+        d_x = matmul(d_logits, weight.to(dtype), numerics=numerics, out=out).to(x.dtype)
+    if needs_weight:
+        d_weight = torch.mm(d_logits.t(), x.to(dtype)).to(weight.dtype)
     return RouterGrads(d_x, d_weight)

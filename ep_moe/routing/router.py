@@ -68,7 +68,7 @@ class Router(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """(T,H) -> (T,E) fp32 (fp64 for fp64 x), after bias and temperature"""
-        logits = _Logits.apply(x, self.weight)
+        logits = _Logits.apply(x, self.weight, self.config.numerics)
         if self.bias is not None:
             logits = logits + self.bias
         if self.log_temperature is not None:
@@ -175,20 +175,26 @@ class _Logits(torch.autograd.Function):
     """ops.router_logits with its backward. It keeps x itself, not an fp32 copy."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, numerics: ops.Numerics) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.numerics = numerics
         with torch.autocast(x.device.type, enabled=False):  # which would make the product bf16
-            return ops.router_logits(x, weight)
+            return ops.router_logits(x, weight, numerics=numerics)
 
     @staticmethod
-    def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight = ctx.needs_input_grad
+        needs_x, needs_weight, _ = ctx.needs_input_grad
         with (
             torch.profiler.record_function("ep_moe.route_backward"),
             torch.autocast(x.device.type, enabled=False),
         ):
             grads = ops.router_logits_backward(
-                d_logits, x, weight, needs_x=needs_x, needs_weight=needs_weight
+                d_logits,
+                x,
+                weight,
+                needs_x=needs_x,
+                needs_weight=needs_weight,
+                numerics=ctx.numerics,
             )
-        return grads.x, grads.weight
+        return grads.x, grads.weight, None

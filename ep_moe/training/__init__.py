@@ -4,6 +4,7 @@ from ep_moe.training.balance_hook import balance_hook
 from ep_moe.training.checkpoint import load_checkpoint, save_checkpoint
 from ep_moe.training.ddp import ddp_ignore
 from ep_moe.training.norms import clip_grad_norm_
+from ep_moe.training.replicas import sync_expert_grads
 
 __all__ = [
     "balance_hook",
@@ -11,4 +12,5 @@ __all__ = [
     "ddp_ignore",
     "load_checkpoint",
     "save_checkpoint",
+    "sync_expert_grads",
 ]

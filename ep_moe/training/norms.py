@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ep_moe.ops.numerics import accumulation_dtype
 from ep_moe.training.expert_parameters import expert_parameters
 
 
@@ -36,14 +37,18 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
             dist.all_reduce(share, op=op, group=ep.group)
         total = torch.maximum(total, share) if math.isinf(norm_type) else total + share
     norm = total if math.isinf(norm_type) else total ** (1 / norm_type)
+    norm = norm.to(accumulation_dtype(next(model.parameters()).dtype))
     nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
     return norm
 
 
 def _power_sum(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """sum |g|^p over all, or max |g| for inf; a rank without gradients takes part with 0."""
-    norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float32) for g in grads]
+    norms = [
+        torch.linalg.vector_norm(g, norm_type, dtype=accumulation_dtype(g.dtype)).double()
+        for g in grads
+    ]
     if not norms:
-        return torch.zeros((), device=device)
+        return torch.zeros((), dtype=torch.float64, device=device)
     stacked = torch.stack(norms)
     return stacked.max() if math.isinf(norm_type) else stacked.pow(norm_type).sum()

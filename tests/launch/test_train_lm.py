@@ -57,15 +57,19 @@ def test_a_run_stopped_early_and_resumed_equals_one_in_one_piece(small_run, tmp_
     assert losses["first"] + losses["rest"] == losses["whole"]
     assert rest["held_out_loss"] == whole["held_out_loss"]
 
-    for field, changes in {"steps": {"steps": 3}, "stop_after": {"stop_after": 3}}.items():
-        message = f"{field} = 3, but it must be more than the 4 of `resume`"
+
+def test_what_cannot_start_is_refused_and_leaves_nothing(small_run, tmp_path):
+    train(small_run(name="first", steps=4), ALONE)
+    run = partial(small_run, name="none", resume=str(tmp_path / "first" / "checkpoint"))
+    recording = RecordingConfig(steps=(4,))
+    for changes, message in (
+        ({"steps": 3}, "steps = 3, .* more than the 4 of `resume`"),
+        ({"steps": 9, "stop_after": 4}, "stop_after = 4, .* more than the 4 of `resume`"),
+        ({"steps": 6, "record_routing": recording}, r"record_routing.steps = \(4,\), .* 5 to 6"),
+        ({"steps": 6, "compare_with": "some"}, "compare_with = 'some', .* a finished run"),
+    ):
         with pytest.raises(ConfigError, match=message):
-            train(run(name="none", resume=resume, **changes), ALONE)
-    with pytest.raises(ConfigError, match=r"record_routing.steps = \(4,\), .*, 5 to 6"):
-        recording = RecordingConfig(steps=(4,))
-        train(run(name="none", resume=resume, record_routing=recording), ALONE)
-    with pytest.raises(ConfigError, match="compare_with = 'some', .* the name of a finished run"):
-        train(run(name="none", compare_with="some"), ALONE)
+            train(run(**changes), ALONE)
     assert not (tmp_path / "none").exists()
 
 

@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import ep_moe
+from ep_moe.dispatch import combine, dispatch
 from ep_moe.testing import assert_close, run_ranks
 
 CONFIG = ep_moe.MoEConfig(hidden_size=16, intermediate_size=12, num_experts=8, top_k=2)
@@ -99,17 +101,96 @@ def rank_trained_on_shares(rank, world_size, shares, steps, load, save):
     return trained(dist.group.WORLD, shares[rank::world_size], steps, load, save)
 
 
-def test_ddp_without_the_ignore_list_would_mix_experts():
-    """The hazard that ddp_ignore is for: DDP broadcasts rank 0's experts over the others."""
-    assert run_ranks(rank_is_overwritten, 2, False) == [False, True]
-    assert run_ranks(rank_is_overwritten, 2, True) == [False, False]
+@pytest.mark.parametrize(
+    "placed, overwritten", [("right", False), ("nowhere", True), ("on a part", True)]
+)
+def test_experts_that_ddp_took_are_named(placed, overwritten):
+    """DDP broadcasts rank 0's experts over the others; the first forward says so."""
+    for rank, (changed, error) in enumerate(run_ranks(rank_under_ddp, 2, placed)):
+        assert changed == (overwritten and rank == 1)
+        assert ("ddp_ignore" in error) == overwritten, error
 
 
-def rank_is_overwritten(rank, ignore):
+def rank_under_ddp(rank, placed):
     model = Model(dist.group.WORLD)
     before = copy.deepcopy(model.moe.experts.w_down)
-    DistributedDataParallel(ep_moe.ddp_ignore(model) if ignore else model)
-    return not torch.equal(before, model.moe.experts.w_down)
+    ep_moe.ddp_ignore({"right": model, "nowhere": nn.Identity(), "on a part": model.moe}[placed])
+    wrapped = DistributedDataParallel(model)
+    error = ""
+    try:
+        for _ in range(2):
+            wrapped(batch(rank)).sum().backward()
+    except ep_moe.ConfigError as refused:
+        error = str(refused)
+    return not torch.equal(before, model.moe.experts.w_down), error
+
+
+class ExpertsOnTheRoot(ep_moe.Experts):
+    """The parameters of DDP's own root, which its reducer names `.w`."""
+
+    def __init__(self, ep):
+        super().__init__(CONFIG, ep_moe.ExpertParallel.resolve(ep))
+        self.dense = nn.Linear(16, 16)
+        self.transport = ep_moe.make_transport("auto", self.ep)
+
+    def forward(self, x):
+        ids = torch.full((len(x), 1), self.ep.rank, dtype=torch.int32) * 4  # its own experts
+        routing = ep_moe.Routing(ids, torch.ones(len(x), 1))
+        arrived = dispatch(self.dense(x), routing, CONFIG.num_experts, self.transport)
+        return combine(super().forward(arrived), arrived.plan, self.transport)
+
+
+def rank_experts_on_the_root(rank):
+    torch.manual_seed(0)
+    model = ExpertsOnTheRoot(dist.group.WORLD)
+    wrapped = DistributedDataParallel(ep_moe.ddp_ignore(model))
+    wrapped(batch(rank)).square().mean().backward()
+    alone = copy.deepcopy(model)
+    alone.zero_grad()
+    alone(batch(rank)).square().mean().backward()
+    return {
+        name: torch.equal(p.grad, alone.get_parameter(name).grad)
+        for name, p in model.named_parameters()
+    }
+
+
+def test_expert_parameters_on_the_root_of_ddp():
+    for untouched in run_ranks(rank_experts_on_the_root, 2):
+        names = {name for name, same in untouched.items() if same}
+        assert names == {"w_gate_up", "w_down"}  # the dense gradients were averaged
+
+
+def rank_expert_dp(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    model = ep_moe.ddp_ignore(Model(mesh))
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loss = wrapped(batch(rank)).square().mean()
+    loss.backward()
+    ep_moe.sync_expert_grads(model)
+    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+    norm = ep_moe.clip_grad_norm_(model, 0.1)
+    optimizer.step()
+    return loss.detach(), norm, grads, {n: p.detach() for n, p in model.named_parameters()}
+
+
+def test_expert_parallel_times_data_parallel_equals_one_process():
+    """2 x 2: the loss, every gradient, the norm and an Adam step on the mean of the four losses."""
+    model = Model(None)
+    losses = [model(batch(rank)).square().mean() for rank in range(4)]
+    torch.stack(losses).mean().backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+    norm = ep_moe.clip_grad_norm_(model, 0.1)
+    torch.optim.Adam(model.parameters(), lr=0.01).step()
+    weights = {n: p.detach() for n, p in model.named_parameters()}
+    for rank, got in enumerate(run_ranks(rank_expert_dp, 4)):
+        assert_close(got[0], losses[rank].detach(), name=f"loss of rank {rank}")
+        assert_close(got[1], norm, name=f"norm of rank {rank}")
+        half = slice(4 * (rank % 2), 4 * (rank % 2) + 4)  # experts 0-3 or 4-7
+        for kind, mine, whole in (("gradient", got[2], grads), ("weight", got[3], weights)):
+            for name, value in whole.items():
+                value = value[half] if ".experts." in name else value
+                assert_close(mine[name], value, name=f"{kind} of {name}, rank {rank}")
 
 
 def rank_norm(rank, norm_type, with_grad):

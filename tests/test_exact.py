@@ -1,0 +1,145 @@
+"""numerics: exact. To the last bit, y, dX and the experts' gradients know neither how many ranks
+there are nor what else is in the batch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ep_moe import MoEConfig, MoELayer
+from ep_moe.testing import assert_close, run_ranks
+
+TOKENS, HIDDEN = 60, 1024
+CONFIG = MoEConfig(
+    hidden_size=HIDDEN,
+    intermediate_size=192,
+    num_experts=8,
+    top_k=3,
+    num_shared_experts=1,
+    numerics="exact",
+    loss_reduction="sum",
+)
+EXACT = ("y", "dx", "w_gate_up", "w_down")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """As the ranks have: the promise is for one number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class TwoLayers(nn.Module):
+    """Stacked: a last bit that the first layer gets wrong can flip a choice in the second."""
+
+    def __init__(self, config, ep):
+        super().__init__()
+        self.first, self.second = MoELayer(config, ep=ep), MoELayer(config, ep=ep)
+
+    def forward(self, x):
+        h = x + self.first(x)[0]
+        return h + self.second(h)[0]
+
+
+def model_and_data(config, dtype, ep=None):
+    torch.manual_seed(0)
+    model = TwoLayers(config, ep).to(dtype)
+    with torch.no_grad():
+        for layer in (model.first, model.second):
+            layer.router.weight[:3] += 0.02  # skewed: three experts are better known
+    x = torch.randn(TOKENS, HIDDEN).to(dtype) + 0.2
+    d_y = torch.randn(TOKENS, HIDDEN).to(dtype)
+    return model, x.to(dtype), d_y
+
+
+def results(model, x, d_y):
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.backward(d_y)
+    gathered = {"y": y.detach(), "dx": x.grad}
+    for name in ("w_gate_up", "w_down"):
+        layers = (model.first, model.second)
+        gathered[name] = torch.stack([getattr(m.experts, name).grad for m in layers])
+    return gathered
+
+
+def rank_results(rank, config, dtype, shares, device="cpu"):
+    model, x, d_y = model_and_data(config, dtype, dist.group.WORLD)
+    first = sum(shares[:rank])
+    mine = slice(first, first + shares[rank])
+    got = results(model.to(device), x[mine].to(device), d_y[mine].to(device))
+    return {name: value.cpu() for name, value in got.items()}
+
+
+def joined(ranks):
+    """The ranks' tokens one after the other, the ranks' experts one after the other."""
+    return {
+        name: torch.cat([got[name] for got in ranks], dim=0 if name in ("y", "dx") else 1)
+        for name in EXACT
+    }
+
+
+def differing(got, expected):
+    return {name for name in EXACT if not torch.equal(got[name], expected[name])}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shares", [(60,), (47, 13), (0, 60), (15, 15, 15, 15), (1, 40, 0, 19)])
+def test_the_number_of_ranks_does_not_matter(shares, dtype):
+    ranks = run_ranks(rank_results, len(shares), CONFIG, dtype, shares)
+    assert differing(joined(ranks), results(*model_and_data(CONFIG, dtype))) == set()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shares", [(47, 13), (1, 40, 0, 19)])
+def test_the_number_of_ranks_does_not_matter_on_a_gpu(shares, dtype, require_gpu):
+    ranks = run_ranks(
+        rank_results, len(shares), CONFIG, dtype, shares, "cuda", backend="nccl", timeout=180.0
+    )
+    model, x, d_y = model_and_data(CONFIG, dtype)
+    expected = results(model.cuda(), x.cuda(), d_y.cuda())
+    assert differing(joined(ranks), {n: v.cpu() for n, v in expected.items()}) == set()
+
+
+def test_with_mean_reduction_too():
+    """1/W is exact for a power of two."""
+    config = replace(CONFIG, loss_reduction="mean")
+    ranks = run_ranks(rank_results, 4, config, torch.float32, (1, 40, 0, 19))
+    got = joined(ranks)
+    got |= {name: got[name] * 4 for name in ("w_gate_up", "w_down")}
+    assert differing(got, results(*model_and_data(config, torch.float32))) == set()
+
+
+def test_fast_numerics_differ_somewhere():
+    """Or the tests above could not fail: the same comparison, quantity by quantity."""
+    config = replace(CONFIG, numerics="fast")
+    ranks = run_ranks(rank_results, 4, config, torch.float32, (1, 40, 0, 19))
+    expected = results(*model_and_data(config, torch.float32))
+    assert differing(joined(ranks), expected) == set(EXACT)
+    for name, value in joined(ranks).items():
+        assert_close(value, expected[name], name=name, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_alone_is_as_in_a_batch(dtype):
+    model, x, d_y = model_and_data(CONFIG, dtype)
+    whole = results(model, x, d_y)
+    for t in (0, 1, TOKENS - 1):
+        model.zero_grad()
+        alone = results(model, x[t : t + 1], d_y[t : t + 1])
+        for name in ("y", "dx"):
+            assert torch.equal(alone[name][0], whole[name][t]), f"{name} of token {t}"
+
+
+@pytest.mark.parametrize("gate_on", ["output", "input"])
+def test_exact_is_close_to_fast(gate_on):
+    config = replace(CONFIG, gate_on=gate_on)
+    exact = results(*model_and_data(config, torch.float64))
+    fast = results(*model_and_data(replace(config, numerics="fast"), torch.float64))
+    for name in EXACT:
+        assert_close(exact[name], fast[name], name=name)
