@@ -202,6 +202,7 @@ def test_bias_update(tokens, steps, rate):
 def test_bias_update_in_fp32():
     """Case BB-61/c: a bf16 bias of 1 would not move by .001."""
     after = updated_bias(torch.ones(2, dtype=torch.bfloat16), torch.tensor([0, 2]), 0.001)
+    assert after.dtype == torch.float32
     right = torch.tensor([1.001, 0.999])
     assert_close(after, right, name="bias")
     with pytest.raises(AssertionError):
