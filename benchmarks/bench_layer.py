@@ -132,14 +132,14 @@ class Bench:
 
     @classmethod
     def start(cls, config: LayerBench, process: Process) -> "Bench":
-        torch.manual_seed(config.seed)  # the same on every rank, and with it the router's weights
-        with process.device:
-            layer = ep_moe.MoELayer(config.moe, ep=process.group).to(config.torch_dtype)
         replay = None
         if config.trace:
             step, number = config.trace_step, config.trace_layer
             replay = Replay.load(config.trace, config.moe, step=step, layer=number)
             replay.share(max(config.tokens), process)  # too many: refused before anything is timed
+        torch.manual_seed(config.seed)  # the same on every rank, and with it the router's weights
+        with process.device:
+            layer = ep_moe.MoELayer(config.moe, ep=process.group).to(config.torch_dtype)
         recorder = Recorder.start(config.results, process, packages=("transformers",))
         return cls(config, layer, process, recorder, replay)
 

@@ -167,10 +167,11 @@ class _ExpertMLP(torch.autograd.Function):
             d_h = d_h.to(gate.dtype)
             d_y = d_out_packed
             if on_output:
-                d_gate = (d_h * h).sum(dim=1)  # before the gate: y itself was never kept
+                # From d_h before the gate: y itself was never kept.
+                d_gate = ops.row_dot(d_h, h.to(d_h.dtype), numerics=ctx.numerics)
                 if b_down is not None:
                     bias = b_down[_expert_of_packed(offsets, len(h))]
-                    d_gate += (d_out_packed.to(gate.dtype) * bias).sum(dim=1)
+                    d_gate += ops.row_dot(d_out_packed, bias, numerics=ctx.numerics)
                 d_y, d_h = _gated(d_y, gate), gate * d_h
             if needs_down:
                 d_w_down = ops.grouped_gemm_wgrad(
@@ -192,7 +193,7 @@ class _ExpertMLP(torch.autograd.Function):
             if needs_rows or (needs_gates and not on_output):
                 d_packed = ops.grouped_gemm_dgrad(d_pre, w_gate_up, offsets, numerics=ctx.numerics)
                 if not on_output:
-                    d_gate = (d_packed.to(gate.dtype) * packed_rows).sum(dim=1)
+                    d_gate = ops.row_dot(d_packed, packed_rows, numerics=ctx.numerics)
                 if needs_rows:
                     with torch.profiler.record_function("ep_moe.permute_backward"):
                         in_gates = None if on_output else gates

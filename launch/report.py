@@ -47,7 +47,7 @@ _COMPARED = {
     "held_out_loss": ("held-out loss", ".3f"),
     "loss": ("training loss", ".3f"),
     "max_vio": ("MaxVio", ".2f"),
-    "busiest_rank": ("busiest rank", ".2f"),
+    "busiest_rank": ("busiest rank / mean", ".2f"),
     "load_change": ("load change", ".1%"),
     "dead_experts": ("dead experts", "d"),
 }
@@ -73,8 +73,9 @@ def write_report(path: Path) -> Path:
         "<h2>Expert load</h2>",
         _figure(
             balance_plot(by_name, num_ranks),
-            "Means over layers. MaxVio is of the tokens between two points; the other two are of "
-            "single batches.",
+            "Means over layers. MaxVio is of the tokens between two points, the other two are of "
+            "single batches. Busy and idle experts of one rank even each other out, so a few ranks "
+            "may be even where the experts are not.",
         ),
         _figure(load_plot({run.name: metrics}, metrics["train"][-1]["step"]), _HEAT_MAP),
         *(part for other in others for part in _comparison(run, other)),
@@ -131,16 +132,16 @@ def _result_rows(final: Mapping[str, Any], num_ranks: int) -> list[tuple[str, st
         ("tokens per second", f"{final['tokens_per_second']:,.0f}", "over all ranks, in training"),
         ("MaxVio", f"{final['max_vio']:.2f}", "busiest expert over the mean, minus 1; at the end"),
         (
-            "busiest rank",
+            "busiest rank / mean",
             f"{final['busiest_rank']:.2f}",
-            f"load of the busiest of {num_ranks} ranks over the mean: what a step waits for",
+            f"load of the busiest of {num_ranks} ranks, which the others wait for",
         ),
         ("load change", _text(final["load_change"], ".1%"), "of the choices, from batch to batch"),
         ("dead experts", f"{final['dead_experts']}", "in all layers, at the end"),
         ("seconds", f"{final['seconds']:.0f}", "of training and evaluation"),
     ]
     if dropped := final["dropped_share"]:
-        rows.append(("dropped", _text(dropped, ".1%"), "of the choices met a full expert"))
+        rows.append(("dropped", _text(dropped, ".1%"), "of the choices, by experts that were full"))
     return rows
 
 

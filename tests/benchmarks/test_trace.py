@@ -1,6 +1,7 @@
 """A recorded routing in the benches: which part of it each rank takes, and what is refused."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from ep_moe.testing import run_ranks
 from ep_moe.traces import RoutingTrace
 from tests.helpers import small_config
 
+SHIPPED = sorted((Path(trace.__file__).parent / "traces").glob("*.npz"))
 TOKENS = 12
 CONFIG = small_config(num_experts=4, top_k=2)
 ALONE = Process(0, 0, 1, torch.device("cpu"), None)
@@ -135,6 +137,20 @@ def test_the_command_names_a_wrong_file(tmp_path, capsys, name, message):
     with pytest.raises(SystemExit):
         trace.main([str(tmp_path / name)])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_the_shipped_traces_are_small_real_and_uneven(path):
+    assert path.stat().st_size <= 3 * 2**20
+    shipped = RoutingTrace.load(path)
+    assert shipped.tokens_per_step >= 16_384
+    assert {"device", "corpus_digest", "commit", "torch"} <= shipped.origin.keys()
+    moe = small_config(num_experts=shipped.num_experts, top_k=shipped.top_k)
+    for step in shipped.steps:
+        for layer in shipped.layers:
+            figures = load(path, moe, step=step, layer=layer).case(2048, 8)
+            assert figures["busiest_rank"] > 1.02
+            assert figures["max_vio"] > 0.1
 
 
 def bench(path, process, results, **changes):

@@ -5,6 +5,7 @@ parameter and of x. Most of their routers compute in float32 even in a float64 b
 layer cannot be compared sharper than that; with the routing given it can.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -77,6 +78,10 @@ def of_layer(config, weights, x, d_y):
     return by_id(*vars(routing).values()) | results(y, d_y, x, dict(layer.named_parameters()))
 
 
+def of_exact_layer(config, weights, x, d_y):
+    return of_layer(replace(config, numerics="exact"), weights, x, d_y)
+
+
 def of_oracle(config, weights, x, d_y):
     leaves = {name: value.clone().requires_grad_() for name, value in weights.items()}
     bias, x = leaves.pop("router.expert_bias", None), x.clone().requires_grad_()
@@ -120,6 +125,7 @@ def random_tokens(config, dtype):
     [
         pytest.param(of_layer, torch.float64, id="layer, float64"),
         pytest.param(of_layer, torch.float32, id="layer, float32"),
+        pytest.param(of_exact_layer, torch.float64, id="layer, exact numerics"),
         pytest.param(of_oracle, torch.float64, id="oracle"),
     ],
 )
