@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from ep_moe import ops
 from ep_moe.config import MoEConfig
-from ep_moe.errors import RecomputationMismatch
 from ep_moe.exact import exact_linear
 from ep_moe.parallel import ExpertParallel
 from ep_moe.types import Arrived, Packed
@@ -138,17 +137,14 @@ class _ExpertMLP(torch.autograd.Function):
         with torch.profiler.record_function("ep_moe.permute"):
             out_gates = gates if gate_on == "output" else None
             out = ops.weighted_sum(y, out_gates, packed.packed_of_arrived)
-        ctx.save_for_backward(
-            rows, gates, pre, w_gate_up, w_down, b_down, local_ids, *vars(packed).values()
-        )
-        ctx.local_ids, ctx.activation = local_ids, activation
+        ctx.save_for_backward(rows, gates, pre, w_gate_up, w_down, b_down, *vars(packed).values())
+        ctx.activation = activation
         ctx.gate_on, ctx.grad_scale, ctx.numerics = gate_on, grad_scale, numerics
         return out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        rows, gates, pre, w_gate_up, w_down, b_down, local_ids, *indices = ctx.saved_tensors
-        _check_recomputed(local_ids, ctx.local_ids)
+        rows, gates, pre, w_gate_up, w_down, b_down, *indices = ctx.saved_tensors
         packed = Packed(*indices)
         needs_rows, needs_gates, needs_gate_up, needs_down, needs_b_gate_up, needs_b_down = (
             ctx.needs_input_grad[:6]
@@ -221,17 +217,3 @@ def _expert_of_packed(offsets: Tensor, num_rows: int) -> Tensor:
     """offsets [0,2,2,5] -> [0,0,2,2,2]"""
     rows = torch.arange(num_rows, device=offsets.device)
     return torch.searchsorted(offsets[1:].long(), rows, right=True)
-
-
-def _check_recomputed(recomputed: Tensor, original: Tensor) -> None:
-    """Under activation checkpointing the saved indices were computed again; they must be the same
-    ones.
-
-    Counts are not enough to compare: two tokens that swap experts keep every count.
-    """
-    if recomputed.data_ptr() != original.data_ptr() and not torch.equal(recomputed, original):
-        raise RecomputationMismatch(
-            "activation checkpointing recomputed a different routing than the forward pass had, so "
-            "the gradients would belong to other experts: the block must be deterministic (no "
-            "noise, no changed parameters between forward and backward, preserve_rng_state=True)"
-        )

@@ -19,7 +19,6 @@ from ep_moe.replay import refuse_reentrant_checkpoint
 from ep_moe.routing import Router
 from ep_moe.types import Routing, RoutingStats
 
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
