@@ -2,10 +2,15 @@
 
     python -m benchmarks.bench_layer --moe configs/qwen3_30b_a3b.yaml --tokens '[4096,16384]'
     torchrun --standalone --nproc-per-node 8 -m benchmarks.bench_layer --moe configs/olmoe.yaml
+    python -m benchmarks.bench_layer --moe LAYER.yaml --trace benchmarks/traces/NAME.npz
 
 Scope `layer` goes from x to y, with router and shared experts. Scope `moe`, on one rank, goes from
 x, ids and gate weights to y, as do the peers beside it. `forward` runs without autograd;
 `forward+backward` ends with the gradients of x, of the gate weights (scope moe) and of all weights.
+
+With a trace, tokens go where those of a real training run went. Scope `moe` takes its ids and gate
+weights; scope `layer` takes its ids and computes logits, gate weights and losses from x, which is
+random, but does not sort the logits to choose.
 
 TFLOP/s are per rank and count 6*H*I*K*T operations for the routed experts of T tokens per rank, in
 scope layer also 6*H*J*T for shared experts of width J and 2*H*E*T for the router; three times that
@@ -13,7 +18,7 @@ with the backward. tokens/s are of all ranks together. The time is the slowest r
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -32,6 +37,7 @@ from benchmarks.peers import (
     largest_error,
 )
 from benchmarks.records import Recorder
+from benchmarks.trace import Replay, record_of
 from ep_moe.config import parse_args
 from ep_moe.measure import profile_stages
 from ep_moe.parallel import Process
@@ -47,6 +53,9 @@ class LayerBench:
     Args:
         moe: the layer; its forced_routing and forced_skew choose how tokens spread
         model: what the tables call it
+        trace: a recorded routing to replay (`python -m benchmarks.trace` shows what it holds)
+        trace_step: one of the optimizer steps in it, by default the last
+        trace_layer: one of the layers in it, by default the first
         tokens: tokens on each rank (T), one measurement each
         dtype: of tokens and weights
         directions: forward, forward+backward
@@ -63,6 +72,9 @@ class LayerBench:
 
     moe: ep_moe.MoEConfig
     model: str = "custom"
+    trace: str | None = None
+    trace_step: int | None = None
+    trace_layer: int | None = None
     tokens: tuple[int, ...] = (1024, 4096)
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     directions: tuple[Direction, ...] = get_args(Direction)
@@ -80,6 +92,9 @@ class LayerBench:
         for name, values in positive.items():
             if not values or min(values) <= 0:
                 raise ep_moe.ConfigError(name, getattr(self, name), "above 0")
+        for name in ("trace_step", "trace_layer"):
+            if self.trace is None and getattr(self, name) is not None:
+                raise ep_moe.ConfigError(name, getattr(self, name), "unset without a trace")
         if unknown := sorted(set(self.peers) - set(PEERS)):
             raise ep_moe.ConfigError("peers", unknown, f"among {sorted(PEERS)}")
 
@@ -96,10 +111,13 @@ class LayerBench:
 
 @dataclass(frozen=True)
 class Inputs:
-    """One input set: x (T,H) and the gradient of y, other data on each rank and in each set."""
+    """One input set: x (T,H) and the gradient of y, other data on each rank and in each set; of a
+    trace the same routing in each set, and a record of it."""
 
     x: Tensor
     d_y: Tensor
+    routing: ep_moe.Routing | None = None
+    record: ep_moe.RoutingRecord | None = None
 
 
 @dataclass(frozen=True)
@@ -110,14 +128,20 @@ class Bench:
     layer: ep_moe.MoELayer
     process: Process
     recorder: Recorder
+    replay: Replay | None
 
     @classmethod
     def start(cls, config: LayerBench, process: Process) -> "Bench":
+        replay = None
+        if config.trace:
+            step, number = config.trace_step, config.trace_layer
+            replay = Replay.load(config.trace, config.moe, step=step, layer=number)
+            replay.share(max(config.tokens), process)  # too many: refused before anything is timed
         torch.manual_seed(config.seed)  # the same on every rank, and with it the router's weights
         with process.device:
             layer = ep_moe.MoELayer(config.moe, ep=process.group).to(config.torch_dtype)
         recorder = Recorder.start(config.results, process, packages=("transformers",))
-        return cls(config, layer, process, recorder)
+        return cls(config, layer, process, recorder, replay)
 
     @property
     def methods(self) -> Sequence[Method]:
@@ -154,14 +178,25 @@ class Bench:
         for _ in range(harness.input_sets(int(weights + rows), device)):
             both = torch.randn(2, tokens, moe.hidden_size, generator=generator, device=device)
             x, d_y = both.to(dtype)
-            sets.append(Inputs(x.requires_grad_(), d_y))
+            inputs = Inputs(x.requires_grad_(), d_y)
+            if self.replay is not None:
+                routing = self.replay.share(tokens, self.process)
+                inputs = replace(inputs, routing=routing, record=record_of(routing))
+            sets.append(inputs)
         return sets
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        """x to y."""
+        if inputs.record is None:
+            return self.layer(inputs.x)[0]
+        with ep_moe.replay_routing(inputs.record):
+            return self.layer(inputs.x)[0]
 
     def time_layer(self, inputs: Sequence[Inputs], direction: Direction) -> None:
         """x to y, and the breakdown of one input set into stages."""
         layer = self.layer
         leaves = list(layer.parameters())
-        calls = [_call(direction, lambda x=i.x: layer(x)[0], (i.x, *leaves), i.d_y) for i in inputs]
+        calls = [_call(direction, partial(self.forward, i), (i.x, *leaves), i.d_y) for i in inputs]
         case = self.case("layer", direction, len(inputs[0].x))
         self.record(case, {report.OURS: Implementation(calls, layer.transport.caps.graphable)})
         if count := self.config.profiled_calls:
@@ -176,7 +211,7 @@ class Bench:
         config, layer, experts = self.config.moe, self.layer, self.layer.experts
         weights = (experts.w_gate_up, experts.w_down)
         with torch.no_grad():
-            routings = [layer.router(i.x, None)[0] for i in inputs]
+            routings = [i.routing or layer.router(i.x, None)[0] for i in inputs]
 
         def calls(peer: Peer) -> list[Callable[[], Outputs]]:
             made = []
@@ -221,6 +256,7 @@ class Bench:
             "tokens": tokens,
             "dtype": self.config.dtype,
             **{f.name: chosen[f.name] for f in fields(moe) if chosen[f.name] != f.default},
+            **(self.replay.case(tokens, self.process.world_size) if self.replay else {}),
         }
 
     def record(
@@ -257,7 +293,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = parse_args(LayerBench, argv)
     process = ep_moe.init_process()
     try:
-        bench = Bench.start(config, process)
+        try:
+            bench = Bench.start(config, process)
+        except (ep_moe.ConfigError, ep_moe.InputError) as error:
+            raise SystemExit(f"bench_layer.py: {error}") from None
         bench.run()
         if bench.recorder.writes:
             for name in ("layer", "layer_stages"):

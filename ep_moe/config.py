@@ -220,6 +220,13 @@ class MoEConfig(SelectionConfig):
             f"between 1 and num_experts / top_k = {limit:g}: an expert takes a token once at most"
         )
         _require(1 <= self.forced_skew <= limit, "forced_skew", self.forced_skew, rule)
+        if self.capacity_factor is not None and self.capacity_policy == "reroute":
+            _require(
+                self.forced_routing == "none",
+                "forced_routing",
+                self.forced_routing,
+                "none with capacity_policy = 'reroute', which follows the logits",
+            )
 
     @property
     def pre_activation_size(self) -> int:

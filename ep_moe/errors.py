@@ -2,18 +2,33 @@
 the switch to change."""
 
 
-class ConfigError(ValueError):
+class _Refused(ValueError):
+    """args are (what, got, rule), all strings, so that a process pool can pickle it."""
+
+    verb = "is"
+
+    def __str__(self) -> str:
+        what, got, rule = self.args
+        return f"{what} {self.verb} {got}, but it must be {rule}"
+
+
+class ConfigError(_Refused):
     """Says which field is wrong, what it held, and what would be accepted."""
 
+    verb = "="
+
     def __init__(self, field: str, got: object, rule: str) -> None:
-        super().__init__(f"{field} = {got!r}, but it must be {rule}")
+        super().__init__(field, repr(got), rule)
+
+    def __reduce__(self) -> tuple:
+        return self.__class__.__new__, (self.__class__, *self.args)
 
 
-class InputError(ValueError):
+class InputError(_Refused):
     """Says which argument of a call is wrong, what it was, and what would be accepted."""
 
     def __init__(self, argument: str, got: object, rule: str) -> None:
-        super().__init__(f"{argument} is {got}, but it must be {rule}")
+        super().__init__(argument, str(got), rule)
 
 
 class BackendUnavailable(RuntimeError):

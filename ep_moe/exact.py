@@ -65,7 +65,7 @@ class _SumSlots(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None]:
-        grads = ops.weighted_sum_backward(d_out, *ctx.saved_tensors)
+        grads = ops.weighted_sum_backward(d_out, *ctx.saved_tensors, numerics="exact")
         return grads.y, grads.gate_weights, None
 
 

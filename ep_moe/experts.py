@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from ep_moe import ops
 from ep_moe.config import MoEConfig
-from ep_moe.errors import RecomputationMismatch
 from ep_moe.exact import exact_linear
 from ep_moe.parallel import ExpertParallel
 from ep_moe.types import Arrived, Packed
@@ -138,17 +137,14 @@ class _ExpertMLP(torch.autograd.Function):
         with torch.profiler.record_function("ep_moe.permute"):
             out_gates = gates if gate_on == "output" else None
             out = ops.weighted_sum(y, out_gates, packed.packed_of_arrived)
-        ctx.save_for_backward(
-            rows, gates, pre, w_gate_up, w_down, b_down, local_ids, *vars(packed).values()
-        )
-        ctx.local_ids, ctx.activation = local_ids, activation
+        ctx.save_for_backward(rows, gates, pre, w_gate_up, w_down, b_down, *vars(packed).values())
+        ctx.activation = activation
         ctx.gate_on, ctx.grad_scale, ctx.numerics = gate_on, grad_scale, numerics
         return out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        rows, gates, pre, w_gate_up, w_down, b_down, local_ids, *indices = ctx.saved_tensors
-        _check_recomputed(local_ids, ctx.local_ids)
+        rows, gates, pre, w_gate_up, w_down, b_down, *indices = ctx.saved_tensors
         packed = Packed(*indices)
         needs_rows, needs_gates, needs_gate_up, needs_down, needs_b_gate_up, needs_b_down = (
             ctx.needs_input_grad[:6]
@@ -167,10 +163,11 @@ class _ExpertMLP(torch.autograd.Function):
             d_h = d_h.to(gate.dtype)
             d_y = d_out_packed
             if on_output:
-                d_gate = (d_h * h).sum(dim=1)  # before the gate: y itself was never kept
+                # From d_h before the gate: y itself was never kept.
+                d_gate = ops.row_dot(d_h, h.to(d_h.dtype), numerics=ctx.numerics)
                 if b_down is not None:
                     bias = b_down[_expert_of_packed(offsets, len(h))]
-                    d_gate += (d_out_packed.to(gate.dtype) * bias).sum(dim=1)
+                    d_gate += ops.row_dot(d_out_packed, bias, numerics=ctx.numerics)
                 d_y, d_h = _gated(d_y, gate), gate * d_h
             if needs_down:
                 d_w_down = ops.grouped_gemm_wgrad(
@@ -192,7 +189,7 @@ class _ExpertMLP(torch.autograd.Function):
             if needs_rows or (needs_gates and not on_output):
                 d_packed = ops.grouped_gemm_dgrad(d_pre, w_gate_up, offsets, numerics=ctx.numerics)
                 if not on_output:
-                    d_gate = (d_packed.to(gate.dtype) * packed_rows).sum(dim=1)
+                    d_gate = ops.row_dot(d_packed, packed_rows, numerics=ctx.numerics)
                 if needs_rows:
                     with torch.profiler.record_function("ep_moe.permute_backward"):
                         in_gates = None if on_output else gates
@@ -220,17 +217,3 @@ def _expert_of_packed(offsets: Tensor, num_rows: int) -> Tensor:
     """offsets [0,2,2,5] -> [0,0,2,2,2]"""
     rows = torch.arange(num_rows, device=offsets.device)
     return torch.searchsorted(offsets[1:].long(), rows, right=True)
-
-
-def _check_recomputed(recomputed: Tensor, original: Tensor) -> None:
-    """Under activation checkpointing the saved indices were computed again; they must be the same
-    ones.
-
-    Counts are not enough to compare: two tokens that swap experts keep every count.
-    """
-    if recomputed.data_ptr() != original.data_ptr() and not torch.equal(recomputed, original):
-        raise RecomputationMismatch(
-            "activation checkpointing recomputed a different routing than the forward pass had, so "
-            "the gradients would belong to other experts: the block must be deterministic (no "
-            "noise, no changed parameters between forward and backward, preserve_rng_state=True)"
-        )

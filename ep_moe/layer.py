@@ -1,5 +1,8 @@
 """The layer: route, dispatch, experts, combine."""
 
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,6 +18,14 @@ from ep_moe.parallel import ExpertParallel
 from ep_moe.replay import refuse_reentrant_checkpoint
 from ep_moe.routing import Router
 from ep_moe.types import Routing, RoutingStats
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def graph_break(function: F) -> F:
+    """Code around it compiles; it is left alone, for its sizes are data. Keeps the signature for
+    type checkers, which torch's own decorator does not."""
+    return cast(F, torch.compiler.disable(function))
 
 
 class MoELayer(nn.Module):
@@ -48,6 +59,7 @@ class MoELayer(nn.Module):
         self.shared_experts = SharedExperts(config) if config.shared_size else None
         self._known_wrapper: int | None = None
 
+    @graph_break
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, RoutingStats]:
         """x (..., H) in the dtype of the parameters, or any float under autocast; padding_mask
         (...) bool, True = padding, goes nowhere.
@@ -101,6 +113,7 @@ class MoELayer(nn.Module):
         return x_TH.masked_fill(mask_T[:, None], 0.0), mask_T
 
 
+@graph_break
 def moe(x: Tensor, routing: Routing, experts: Experts, transport: Transport) -> Tensor:
     """The layer for callers with their own router: x (T,H), routing of T tokens -> y (T,H).
 

@@ -146,8 +146,16 @@ def replay_routing(record: RoutingRecord) -> Iterator[None]:
 
 
 def recorded(choose: Callable[[], Any], shape: tuple[int, int]) -> Any:
-    """choose(), or the next recorded choice; recorded in turn when somebody records."""
-    given = _GIVEN.get()
+    """choose(), or the next recorded choice; recorded in turn when somebody records. What a
+    checkpoint chooses again is no call of its own."""
+    given, record = _GIVEN.get(), _RECORD.get()
+    if in_backward():
+        if given is not None:
+            raise RecomputationMismatch(
+                "a checkpoint recomputes inside replay_routing, whose record has one choice a "
+                "call: pass context_fn=ep_moe.replay() to the checkpoint"
+            )
+        return choose()
     if given is None:
         choice = choose()
     else:
@@ -157,7 +165,6 @@ def recorded(choose: Callable[[], Any], shape: tuple[int, int]) -> Any:
         if tuple(choice[0].shape) != shape:
             got = f"of shape {tuple(choice[0].shape)} at this call"
             raise InputError("the routing record", got, f"of shape {shape}")
-    record = _RECORD.get()
     if record is not None:
         record.choices.append(choice)
     return choice

@@ -10,32 +10,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from run_folder import read_metrics
+from comparison import Run, differences, figures_at, last_common_step, read_runs
 from stages import REST, permute_share, stage_rows
 
 from ep_moe.errors import BackendUnavailable
 
 try:
     from matplotlib import rc_context
-    from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    from plots import balance_plot, load_plot, loss_plot, stage_plot
 except ImportError as error:
     rule = "install ep-moe[report], or pass --report=false"
     raise BackendUnavailable(f"report = True needs {error.name}: {rule}") from error
-
-_STYLE: Any = {
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
-}
-Metrics = Mapping[str, Sequence[Mapping[str, Any]]]  # by kind
-
-_BLUE, _ORANGE, _GREY = "#2b6cb0", "#dd6b20", "#718096"
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
@@ -56,21 +42,43 @@ pre {{ background: #f7fafc; padding: 1rem; overflow-x: auto; }}
 """
 
 
+# Rows of the table of two runs: figures of one step, and how they are written.
+_COMPARED = {
+    "held_out_loss": ("held-out loss", ".3f"),
+    "loss": ("training loss", ".3f"),
+    "max_vio": ("MaxVio", ".2f"),
+    "busiest_rank": ("busiest rank / mean", ".2f"),
+    "load_change": ("load change", ".1%"),
+    "dead_experts": ("dead experts", "d"),
+}
+_HEAT_MAP = (
+    "Tokens of each expert over all ranks, relative to perfect balance: white is balanced, red has "
+    "more than its part, blue has less."
+)
+
+
 def write_report(path: Path) -> Path:
-    """Read the run in the folder `path` and write its report.html; returns that file."""
-    metrics = read_metrics(path)
+    """Read the run in the folder `path`, and the one that it is compared with, and write its
+    report.html; returns that file."""
+    run, *others = read_runs(path)
+    metrics = run.metrics
     start, final = metrics["start"][0], metrics["final"][0]
+    num_ranks = start["ranks_of_load_figures"]
+    by_name = {r.name: r.metrics for r in (run, *others)}
     parts = [
         "<h2>Result</h2>",
-        _table(_result_rows(final)),
+        _table(_result_rows(final, num_ranks)),
         "<h2>Loss</h2>",
         _figure(loss_plot(metrics), "On the training text, and on files that were held out."),
         "<h2>Expert load</h2>",
         _figure(
-            load_plot(metrics),
-            "Tokens of each expert over all ranks, relative to perfect balance: white is balanced, "
-            "red has more than its part, blue has less.",
+            balance_plot(by_name, num_ranks),
+            "Means over layers. MaxVio is of the tokens between two points, the other two are of "
+            "single batches. Busy and idle experts of one rank even each other out, so a few ranks "
+            "may be even where the experts are not.",
         ),
+        _figure(load_plot({run.name: metrics}, metrics["train"][-1]["step"]), _HEAT_MAP),
+        *(part for other in others for part in _comparison(run, other)),
     ]
     if times := final["stages"]:
         head = ("stage", "forward, ms", "backward, ms", "both, ms", "share of the step")
@@ -92,89 +100,49 @@ def write_report(path: Path) -> Path:
     return report
 
 
-def loss_plot(metrics: Metrics) -> Figure:
-    """Training and held-out loss over steps, against the unigram entropy and the target."""
-    final = metrics["final"][0]
-    unigram, target = final["unigram_entropy"], final["target_gain"]
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(8, 3.2), layout="constrained")
-        axes = figure.subplots()
-        for kind, style, color in (("train", "-", _BLUE), ("held_out", "o-", _ORANGE)):
-            steps = [line["step"] for line in metrics[kind]]
-            losses = [line["loss"] for line in metrics[kind]]
-            axes.plot(steps, losses, style, color=color, markersize=4, label=kind.replace("_", " "))
-        axes.axhline(unigram, color=_GREY, ls="--", lw=1, label=f"unigram entropy, {unigram:.2f}")
-        axes.axhline(unigram - target, color=_GREY, ls=":", lw=1, label=f"{target:g} below it")
-        axes.set(xlabel="step", ylabel="nats per byte")
-        axes.legend()
-    return figure
+def _comparison(run: Run, other: Run) -> list[str]:
+    """Both runs at the last step that they share, and their loads up to it."""
+    changes = differences(run.config, other.config)
+    head = ("config", run.name, other.name)
+    rows = [(d.field, _number(d.here), _number(d.there)) for d in changes]
+    parts = [f"<h2>Beside {html.escape(other.name)}</h2>", _table(rows, head=head)]
+    step = last_common_step(run.metrics, other.metrics)
+    if step is None:
+        return [*parts, "<p>No step at which both looked at the held-out text.</p>"]
+    here, there = (figures_at(step, r.metrics) for r in (run, other))
+    rows = [
+        (label, _text(here[name], digits), _text(there[name], digits))
+        for name, (label, digits) in _COMPARED.items()
+    ]
+    maps = load_plot({r.name: r.metrics for r in (run, other)}, step)
+    return [
+        *parts,
+        _table(rows, head=(f"at step {step}", run.name, other.name)),
+        _figure(maps, f"Both up to step {step}. {_HEAT_MAP}"),
+    ]
 
 
-def load_plot(metrics: Metrics) -> Figure:
-    """Heat maps, one a layer: expert against step, coloured by load over mean load."""
-    train = metrics["train"]
-    edges = [metrics["start"][0]["step"], *(line["step"] for line in train)]
-    counts = np.array([line["tokens_per_expert"] for line in train])  # (lines, layers, experts)
-    load = counts / np.maximum(counts.mean(axis=2, keepdims=True), 1)
-    num_layers, num_experts = load.shape[1:]
-    norm = TwoSlopeNorm(1.0, vmin=0.0, vmax=max(load.max(), 2.0))
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(8, 0.6 + 1.1 * num_layers), layout="constrained")
-        panels = figure.subplots(num_layers, sharex=True, squeeze=False)[:, 0]
-        for layer, axes in enumerate(panels):
-            mesh = axes.pcolormesh(
-                edges,
-                np.arange(num_experts + 1) - 0.5,
-                load[:, layer].T,
-                cmap="RdBu_r",
-                norm=norm,
-                rasterized=True,
-            )
-            axes.invert_yaxis()
-            axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-            axes.set_ylabel(f"layer {layer}\nexpert")
-        panels[-1].set_xlabel("step")
-        figure.colorbar(mesh, ax=list(panels), label="load / mean load", aspect=30, pad=0.02)
-    return figure
-
-
-def stage_plot(times: Mapping[str, float]) -> Figure:
-    """Milliseconds per stage, forward and backward stacked."""
-    rows = stage_rows(times)[::-1]  # bars are drawn from the bottom
-    names = [row.stage for row in rows]
-    forward, backward = [row.forward for row in rows], [row.backward for row in rows]
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(8, 2.4), layout="constrained")
-        axes = figure.subplots()
-        axes.barh(names[:1], forward[:1], color=_GREY)  # the rest of the step
-        axes.barh(names[1:], forward[1:], color=_BLUE, label="forward")
-        axes.barh(names, backward, left=forward, color=_ORANGE, label="backward")
-        for y, row in enumerate(rows):
-            axes.annotate(
-                f"{row.share:.0%}",
-                (row.total, y),
-                xytext=(4, 0),
-                textcoords="offset points",
-                va="center",
-            )
-        axes.margins(x=0.08)
-        axes.set_xlabel("ms per step, and share of the step")
-        axes.legend()
-    return figure
-
-
-def _result_rows(final: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def _result_rows(final: Mapping[str, Any], num_ranks: int) -> list[tuple[str, str, str]]:
     loss, unigram = final["held_out_loss"], final["unigram_entropy"]
     without = final["loss_without_routed_experts"]
-    return [
+    rows = [
         ("held-out loss", f"{loss:.3f}", "nats per byte, on files that were never trained on"),
         ("unigram entropy", f"{unigram:.3f}", f"of the same bytes: {unigram - loss:.3f} above"),
         ("without routed experts", f"{without:.3f}", f"{without - loss:+.3f} when they answer 0"),
         ("tokens per second", f"{final['tokens_per_second']:,.0f}", "over all ranks, in training"),
         ("MaxVio", f"{final['max_vio']:.2f}", "busiest expert over the mean, minus 1; at the end"),
+        (
+            "busiest rank / mean",
+            f"{final['busiest_rank']:.2f}",
+            f"load of the busiest of {num_ranks} ranks, which the others wait for",
+        ),
+        ("load change", _text(final["load_change"], ".1%"), "of the choices, from batch to batch"),
         ("dead experts", f"{final['dead_experts']}", "in all layers, at the end"),
         ("seconds", f"{final['seconds']:.0f}", "of training and evaluation"),
     ]
+    if dropped := final["dropped_share"]:
+        rows.append(("dropped", _text(dropped, ".1%"), "of the choices, by experts that were full"))
+    return rows
 
 
 def _stage_table(times: Mapping[str, float]) -> list[list[str]]:
@@ -191,6 +159,10 @@ def _table(rows: Sequence[Sequence[str]], head: Sequence[str] = ()) -> str:
 
     lines = [line("th", head)] if head else []
     return "<table>" + "\n".join(lines + [line("td", row) for row in rows]) + "</table>"
+
+
+def _text(value: float | None, digits: str) -> str:
+    return "unknown" if value is None else f"{value:{digits}}"
 
 
 def _number(value: Any) -> str:

@@ -3,8 +3,9 @@
 config.yaml      the resolved config; `--config` reads it back
 metrics.jsonl    one JSON object a line: kind (start, train, held_out, stages, final), step, ...
 events.out.*     the same numbers for TensorBoard
+routing.npz      with record_routing: which experts each token went to, for ep_moe.traces
 checkpoint/      written by the trainer, sharded over the ranks
-report.html      made from config.yaml and metrics.jsonl by report.py
+report.html      made by report.py from config.yaml and metrics.jsonl, also of the compared run
 """
 
 import json

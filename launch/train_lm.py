@@ -1,7 +1,7 @@
 """Train a byte-level Mixture-of-Experts language model with expert parallelism. Copy this file to
 embed the layer.
 
-    launch/torchrun.sh launch/train_lm.py --config configs/quickstart.yaml --name mine --steps 500
+    launch/torchrun.sh launch/train_lm.py --config configs/runs/quickstart.yaml --name mine
 
 Every rank has its own batches. The dense part is replicated (data parallel, DDP); the experts are
 spread over the same ranks. What expert parallelism asks of a training loop is marked EP below;
@@ -16,13 +16,17 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from comparison import read_run
 from corpus import even_windows, load_corpus, random_windows, unigram_entropy
 from lm import LanguageModel, LMConfig
+from progress import LOAD_FIGURES, Progress, StepResult
+from routing_trace import RecordingConfig, RoutingRecorder
 from run_folder import RunFolder
 from run_summary import describe, verdict
 from stages import median_times
@@ -66,6 +70,7 @@ class RunConfig:
         name: the run's folder in runs_dir
         model: the language model
         steps: optimizer steps
+        stop_after: end after this one, if not before; the learning rate is that of all steps
         batch_size: sequences per rank and step
         sequence_length: bytes per sequence
         eval_sequences: held-out sequences over all ranks, spread evenly over the held-out text
@@ -76,6 +81,8 @@ class RunConfig:
         dtype: of parameters and activations
         seed: of parameters and batches
         resume: a checkpoint folder to go on from, written on any number of ranks
+        record_routing: steps and layers whose routing goes into routing.npz
+        compare_with: a finished run in runs_dir to show beside this one
         overwrite: replace the run of the same name
         tensorboard: write TensorBoard events
         report: write report.html
@@ -84,6 +91,7 @@ class RunConfig:
     name: str
     model: LMConfig
     steps: int
+    stop_after: int | None = None
     batch_size: int
     sequence_length: int
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -96,6 +104,8 @@ class RunConfig:
     seed: int = 0
     runs_dir: str = "runs"
     resume: str | None = None
+    record_routing: RecordingConfig = field(default_factory=RecordingConfig)
+    compare_with: str | None = None
     overwrite: bool = False
     tensorboard: bool = True
     report: bool = True
@@ -107,6 +117,8 @@ class RunConfig:
         if self.eval_every < 1 or self.eval_every % self.log_every:
             rule = f"a multiple of log_every = {self.log_every}"
             raise ep_moe.ConfigError("eval_every", self.eval_every, rule)
+        if self.stop_after is not None and self.stop_after < 1:
+            raise ep_moe.ConfigError("stop_after", self.stop_after, "at least 1, or unset")
 
 
 def train(config: RunConfig, process: ep_moe.Process) -> dict[str, Any]:
@@ -125,10 +137,17 @@ def train(config: RunConfig, process: ep_moe.Process) -> dict[str, Any]:
     done = 0
     if config.resume:
         done = ep_moe.load_checkpoint(config.resume, model, optimizer)["step"]
-        if done >= config.steps:
-            raise ep_moe.ConfigError("steps", config.steps, f"more than the {done} of `resume`")
+    last = min(config.steps, config.stop_after or config.steps)
+    if done >= last:
+        name = "stop_after" if config.stop_after else "steps"
+        raise ep_moe.ConfigError(name, last, f"more than the {done} of `resume`")
+    steps = range(done + 1, last + 1)
+    recorder = RoutingRecorder(config.record_routing, model.moe_layers(), process, steps)
 
     is_first = process.rank == 0
+    if is_first and config.compare_with:
+        path = Path(config.runs_dir, config.compare_with)
+        read_run(path, field="compare_with")  # a wrong name shows now
     folder = RunFolder(config, writes=is_first)
     if is_first and config.report:
         from report import write_report  # before the training: a missing matplotlib shows now
@@ -144,10 +163,11 @@ def train(config: RunConfig, process: ep_moe.Process) -> dict[str, Any]:
     if is_first:
         print("\n".join(f"{name:<22}{value}" for name, value in start.items()), flush=True)
 
-    began = mark = time.perf_counter()
-    results, speeds, profiles, shown = [], [], [], {}
+    began = time.perf_counter()
+    tokens_per_step = config.batch_size * config.sequence_length * process.world_size
+    progress, profiles, shown = Progress(process, tokens_per_step), [], {}
     bar = tqdm(
-        range(done + 1, config.steps + 1),
+        steps,
         disable=not is_first,
         unit="step",
         mininterval=1 if sys.stderr.isatty() else 20,  # seconds; a log file needs fewer lines
@@ -158,27 +178,26 @@ def train(config: RunConfig, process: ep_moe.Process) -> dict[str, Any]:
         seed = (config.seed, step, process.rank)  # a resumed run goes on with the next batch
         tokens = random_windows(text, config.batch_size, config.sequence_length, seed=seed)
         profiling = config.profile_every > 0 and step % config.profile_every == 0
-        with profile_stages(process) if profiling else nullcontext() as stage_times:
-            step_result = train_step(model, replicated, optimizer, tokens, config)
-        results.append(step_result)
+        with (
+            recorder.recording(step),
+            profile_stages(process) if profiling else nullcontext() as stage_times,
+        ):
+            progress.add(train_step(model, replicated, optimizer, tokens, config))
         if stage_times:
             profiles.append(stage_times)
             folder.record("stages", step, stage_times)
-        if step % config.log_every and step < config.steps:
+        if step % config.log_every and step < last:
             continue
 
-        values = summarize(results, process)
-        tokens_seen = len(results) * config.batch_size * config.sequence_length * process.world_size
-        speeds.append(tokens_seen / (time.perf_counter() - mark))
-        values |= {"tokens_per_second": speeds[-1], "lr": learning_rate(step, config)}
+        values = progress.line() | {"lr": learning_rate(step, config)}
         folder.record("train", step, values)
         shown |= {name: f"{values[name]:.4g}" for name in ("loss", "tokens_per_second", "max_vio")}
-        if step % config.eval_every == 0 or step == config.steps:
+        if step % config.eval_every == 0 or step == last:
             loss = held_out_loss(model, held_out, config.batch_size, process)
             folder.record("held_out", step, {"loss": loss})
             shown["held_out"] = f"{loss:.4g}"
         bar.set_postfix(shown, refresh=False)
-        results, mark = [], time.perf_counter()
+        progress.start_line()
 
     with without_routed_experts(model):
         ablated_loss = held_out_loss(model, held_out, config.batch_size, process)
@@ -187,28 +206,20 @@ def train(config: RunConfig, process: ep_moe.Process) -> dict[str, Any]:
         "unigram_entropy": start["unigram_entropy"],
         "target_gain": config.target_gain,
         "loss_without_routed_experts": ablated_loss,
-        "tokens_per_second": statistics.median(speeds),
-        "max_vio": values["max_vio"],
-        "dead_experts": values["dead_experts"],
+        "tokens_per_second": statistics.median(progress.speeds),
+        **{name: values[name] for name in LOAD_FIGURES},
         "seconds": time.perf_counter() - began,
         "stages": median_times(profiles),
     }
-    folder.record("final", config.steps, final)
+    folder.record("final", last, final)
     folder.close()
-    ep_moe.save_checkpoint(folder.path / "checkpoint", model, optimizer, {"step": config.steps})
+    ep_moe.save_checkpoint(folder.path / "checkpoint", model, optimizer, {"step": last})
+    recorder.write(folder.path / "routing.npz", {"run": config.name, **start})
     if is_first:
-        print("\n" + verdict(final))
+        print("\n" + verdict(folder.path))
         if config.report:
             print(write_report(folder.path))
     return final
-
-
-class StepResult(NamedTuple):
-    """One step of this rank, on its device. tokens_per_expert is (layers, experts) int64."""
-
-    loss: Tensor
-    grad_norm: Tensor
-    tokens_per_expert: Tensor
 
 
 def train_step(
@@ -226,23 +237,12 @@ def train_step(
     grad_norm = ep_moe.clip_grad_norm_(model, config.optim.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
-    return StepResult(loss.detach(), grad_norm, torch.stack([s.tokens_per_expert for s in stats]))
-
-
-def summarize(results: Sequence[StepResult], process: ep_moe.Process) -> dict[str, Any]:
-    """Over some steps and all ranks: means, but tokens_per_expert and dead_experts are sums."""
-    loss = torch.stack([r.loss for r in results]).mean() / process.world_size
-    counts = torch.stack([r.tokens_per_expert for r in results]).sum(0)
-    if process.group is not None:
-        dist.all_reduce(loss, group=process.group)
-        dist.all_reduce(counts, group=process.group)
-    return {
-        "loss": loss.item(),
-        "grad_norm": torch.stack([r.grad_norm for r in results]).mean().item(),
-        "max_vio": torch.stack([ep_moe.max_vio(n) for n in counts]).mean().item(),
-        "dead_experts": sum(int(ep_moe.dead_experts(n)) for n in counts),
-        "tokens_per_expert": counts.tolist(),
-    }
+    return StepResult(
+        loss.detach(),
+        grad_norm,
+        tokens_per_expert=torch.stack([s.tokens_per_expert for s in stats]),
+        dropped_share=torch.stack([ep_moe.dropped_share(s) for s in stats]),
+    )
 
 
 @torch.no_grad()

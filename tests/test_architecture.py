@@ -18,7 +18,7 @@ LEVELS = [
     {"peers"},
     {"check"},
     {"parallel"},
-    {"kernels", "measure", "oracle", "replay"},
+    {"kernels", "measure", "oracle", "replay", "traces"},
     {"ops"},
     {"exact"},
     {"experts", "routing", "dispatch", "state"},

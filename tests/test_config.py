@@ -10,11 +10,11 @@ import pytest
 import torch
 import yaml
 
-from ep_moe import ConfigError, MoEConfig, MoELayer, SelectionConfig
+from ep_moe import ConfigError, InputError, MoEConfig, MoELayer, SelectionConfig
 from ep_moe.config import ALIASES, parse_args
 from tests.helpers import small_config
 
-CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").rglob("*.yaml"))
 NAN, INF = float("nan"), float("inf")
 
 BAD = [  # field, what is wrong with it
@@ -304,3 +304,10 @@ def test_a_bad_file_ends_in_one_named_line(tmp_path, line, message):
     with pytest.raises(SystemExit) as caught:
         parse_args(Run, ["--config", str(path)])
     assert message in str(caught.value.code)
+
+
+def test_errors_can_be_pickled():
+    """Or a process pool that meets one hangs."""
+    for error in (ConfigError("top_k", 9, "at most 8"), InputError("x", torch.int8, "a float")):
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), str(again)) == (type(error), str(error))

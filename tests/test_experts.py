@@ -19,6 +19,7 @@ from tests.helpers import DTYPES, leaf, random_local_ids, small_config
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 PARAMETERS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
+GATE_ON = pytest.mark.parametrize("gate_on", ["output", "input"])
 
 
 def make_experts(config, dtype=torch.float64, device="cpu", ep=None):
@@ -39,15 +40,19 @@ def make_arrived(rows, config, dtype=torch.float64, device="cpu", absent=0.3, cl
     return Arrived(x.requires_grad_(), gates.requires_grad_(), ids, plan=None)
 
 
-def loop(arrived, weights, activation):
+def loop(arrived, weights, config):
     out = []
     for row, gates, ids in zip(
         arrived.rows, arrived.gate_weights, arrived.local_ids.tolist(), strict=True
     ):
         y = torch.zeros_like(row)
         for k, e in enumerate(ids):
-            if e >= 0:
-                y = y + gates[k] * oracle.mlp(row, weights, "experts", activation, e)
+            if e < 0:
+                continue
+            if config.gate_on == "input":
+                y = y + oracle.mlp(gates[k] * row, weights, "experts", config.activation, e)
+            else:
+                y = y + gates[k] * oracle.mlp(row, weights, "experts", config.activation, e)
         out.append(y)
     return torch.stack(out) if out else torch.zeros_like(arrived.rows)
 
@@ -66,7 +71,7 @@ def compare(experts, arrived, d_out, scale=1.0, tolerance=None):
     theirs = {name: leaf(value) for name, value in ours.items()}
     twin = replace(arrived, rows=theirs["rows"], gate_weights=theirs["gates"])
     weights = {f"experts.{name}": theirs[name] for name in PARAMETERS if name in theirs}
-    expected = loop(twin, weights, experts.config.activation)
+    expected = loop(twin, weights, experts.config)
     out = experts(arrived)
     assert out.dtype == arrived.rows.dtype
     assert_close(out, expected, name="out", tolerance=tolerance)
@@ -80,11 +85,14 @@ def compare(experts, arrived, d_out, scale=1.0, tolerance=None):
         assert_close(got[name], value, name=name, tolerance=limit)
 
 
+@GATE_ON
 @pytest.mark.parametrize("mlp_bias", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equals_the_loop(dtype, activation, mlp_bias, device):
-    config = small_config(activation=activation, mlp_bias=mlp_bias, num_experts=5, top_k=3)
+def test_equals_the_loop(dtype, activation, mlp_bias, gate_on, device):
+    config = small_config(
+        activation=activation, mlp_bias=mlp_bias, gate_on=gate_on, num_experts=5, top_k=3
+    )
     experts = make_experts(config, dtype, device)
     arrived = make_arrived(21, config, dtype, device)
     compare(experts, arrived, torch.randn(21, 16, device=device).to(dtype))
@@ -95,8 +103,9 @@ def test_equals_the_loop(dtype, activation, mlp_bias, device):
     [(0, 0.0), (6, 1.0), (1, 0.0), (33, 0.9)],
     ids=["no rows", "no row has an expert here", "one row", "most absent"],
 )
-def test_few_rows(rows, absent, device):
-    config = small_config(mlp_bias=True)
+@GATE_ON
+def test_few_rows(gate_on, rows, absent, device):
+    config = small_config(mlp_bias=True, gate_on=gate_on)
     arrived = make_arrived(rows, config, device=device, absent=absent)
     d_out = torch.randn(rows, 16, dtype=torch.float64, device=device)
     compare(make_experts(config, device=device), arrived, d_out)
@@ -126,11 +135,12 @@ def test_gradients_that_are_not_contiguous(view, device):
     )
 
 
+@GATE_ON
 @pytest.mark.parametrize("mlp_bias", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gradients_equal_finite_differences(activation, mlp_bias):
+def test_gradients_equal_finite_differences(activation, mlp_bias, gate_on):
     sizes = {"hidden_size": 3, "intermediate_size": 2, "num_experts": 3}
-    config = small_config(activation=activation, mlp_bias=mlp_bias, **sizes)
+    config = small_config(activation=activation, mlp_bias=mlp_bias, gate_on=gate_on, **sizes)
     experts = make_experts(config)
     names, parameters = zip(*experts.named_parameters(), strict=True)
     # gradcheck perturbs every gate, and NaN plus a step is still NaN
@@ -143,9 +153,10 @@ def test_gradients_equal_finite_differences(activation, mlp_bias):
     assert torch.autograd.gradcheck(function, (arrived.rows, arrived.gate_weights, *parameters))
 
 
-def test_gates_may_be_narrower_than_rows(device):
+@GATE_ON
+def test_gates_may_be_narrower_than_rows(gate_on, device):
     """A caller's own router: float64 rows with the fp32 gates that `Routing` asks for."""
-    config = small_config(mlp_bias=True)
+    config = small_config(mlp_bias=True, gate_on=gate_on)
     arrived = make_arrived(9, config, device=device)
     gates = arrived.gate_weights.detach().float().requires_grad_()
     d_out = torch.randn(9, 16, dtype=torch.float64, device=device)
@@ -175,9 +186,10 @@ def test_a_bias_counts_as_much_as_its_gate(device):
     assert experts.b_down.grad.tolist() == [[1.5], [0.5]]
 
 
-def test_frozen_tensors_get_nothing_and_change_nothing(device):
+@GATE_ON
+def test_frozen_tensors_get_nothing_and_change_nothing(gate_on, device):
     """All 2^6 combinations of what is trained, against everything trained."""
-    config = small_config(mlp_bias=True)
+    config = small_config(mlp_bias=True, gate_on=gate_on)
     experts, arrived = make_experts(config, device=device), make_arrived(9, config, device=device)
     leaves = {
         "rows": arrived.rows,
@@ -219,16 +231,18 @@ def saved_by(experts, rows, absent, device):
 
 
 @pytest.mark.parametrize("rows,absent", [(0, 0.0), (5, 1.0)])
-def test_it_saves_as_many_tensors_whatever_arrives(rows, absent, device):
+@GATE_ON
+def test_it_saves_as_many_tensors_whatever_arrives(gate_on, rows, absent, device):
     """A non-reentrant checkpoint stops recomputing at the last saved tensor: ranks must agree."""
-    experts = make_experts(small_config(mlp_bias=True), device=device)
+    experts = make_experts(small_config(mlp_bias=True, gate_on=gate_on), device=device)
     full, _ = saved_by(experts, 40, 0.3, device)
     few, _ = saved_by(experts, rows, absent, device)
     assert len(few) == len(full)
 
 
-def test_it_keeps_neither_packed_rows_nor_the_output_of_the_down_projection(device):
-    saved, S = saved_by(make_experts(small_config(), device=device), 40, 0.3, device)
+@GATE_ON
+def test_it_keeps_neither_packed_rows_nor_the_output_of_the_down_projection(gate_on, device):
+    saved, S = saved_by(make_experts(small_config(gate_on=gate_on), device=device), 40, 0.3, device)
     assert S > 40
     assert not any(value.shape == (S, 16) for value in saved)
 

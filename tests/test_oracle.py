@@ -1,6 +1,7 @@
 """The reference itself, in numbers worked by hand and against a formulation without a loop."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,6 +45,11 @@ def test_route_by_hand():
     assert routing.ids.tolist() == [[0, 2]]
     sigmoids = [0.5, 5 / 6]
     assert routing.gate_weights[0].tolist() == pytest.approx([s / sum(sigmoids) for s in sigmoids])
+    # softplus(ln(e^n - 1)) is n
+    logits = torch.tensor([[math.log(math.e - 1), -9.0, math.log(math.e**4 - 1)]])
+    routing = oracle.route(logits, small_config(num_experts=3, scoring_func="sqrtsoftplus"))
+    assert routing.ids.tolist() == [[2, 0]]
+    assert routing.gate_weights[0].tolist() == pytest.approx([2 / 3, 1 / 3])
 
 
 @pytest.mark.parametrize(
@@ -53,13 +59,17 @@ def test_route_by_hand():
         ("swiglu_clamped", 2.0, 3.0, 2 / (1 + math.exp(-3.404)) * 4),
         ("swiglu_clamped", 9.0, 9.0, 7 / (1 + math.exp(-1.702 * 7)) * 8),
         ("swiglu_clamped", -9.0, -9.0, -9 / (1 + math.exp(1.702 * 9)) * -6),
+        ("geglu", 2.0, 3.0, 2 * 0.9772498680518208 * 3),  # the normal distribution's share below 2
+        ("relu2", 3.0, None, 9.0),
+        ("relu2", -3.0, None, 0.0),
     ],
 )
 def test_one_expert_by_hand(activation, gate, up, h):
-    """Width 1, the token is 1: gate half first, then up; down 10 and its bias 0.5."""
+    """Width 1, the token is 1: gate half first, then up (or nothing); down 10 and its bias 0.5."""
+    first = [gate - 0.25] if up is None else [gate - 0.25, up]
     weights = {
-        "e.w_gate_up": torch.tensor([[gate - 0.25], [up]], dtype=torch.float64),
-        "e.b_gate_up": torch.tensor([0.25, 0.0], dtype=torch.float64),
+        "e.w_gate_up": torch.tensor(first, dtype=torch.float64)[:, None],
+        "e.b_gate_up": torch.tensor([0.25, 0.0], dtype=torch.float64)[: len(first)],
         "e.w_down": torch.tensor([[10.0]], dtype=torch.float64),
         "e.b_down": torch.tensor([0.5], dtype=torch.float64),
     }
@@ -86,6 +96,30 @@ def test_layer_equals_all_experts_times_a_sparse_matrix_of_gates():
     shared = swiglu(x @ weights["shared_experts.w_gate_up"].t())
     expected = (gates[..., None] * every).sum(1) + shared @ weights["shared_experts.w_down"].t()
     assert_close(oracle.moe_layer(x, weights, config), expected, name="y")
+
+
+@pytest.mark.parametrize("gate_on,expected", [("output", 8.0), ("input", 4.0)])
+def test_where_the_gate_weight_multiplies(gate_on, expected):
+    """An expert that squares, a token of 4, a gate weight of 1/2: 4^2 / 2, or (4 / 2)^2."""
+    config = small_config(
+        hidden_size=1, intermediate_size=1, num_experts=1, top_k=1, activation="relu2"
+    )
+    weights = {f"experts.{name}": torch.ones(1, 1, 1) for name in ("w_gate_up", "w_down")}
+    half = Routing(torch.tensor([[0]]), torch.tensor([[0.5]]))
+    config = replace(config, gate_on=gate_on)
+    assert oracle.moe_layer(torch.tensor([[4.0]]), weights, config, routing=half) == expected
+
+
+def test_shared_expert_gate_is_a_sigmoid_of_the_token():
+    """A shared expert that squares, a token of 2: 4 times sigmoid(ln 3) = 3/4."""
+    config = small_config(
+        hidden_size=1, activation="relu2", num_shared_experts=1, shared_expert_gate=True
+    )
+    weights = {f"shared_experts.{name}": torch.ones(1, 1) for name in ("w_gate_up", "w_down")}
+    weights["shared_experts.w_gate"] = torch.tensor([[math.log(3.0) / 2]])
+    nowhere = Routing(torch.tensor([[-1, -1]]), torch.zeros(1, 2))
+    y = oracle.moe_layer(torch.tensor([[2.0]]), weights, config, routing=nowhere)
+    assert y.item() == pytest.approx(3.0)
 
 
 def test_absent_choices_and_padding_add_nothing():

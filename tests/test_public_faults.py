@@ -1,241 +1,242 @@
-"""Faults that people reported for other MoE software, each as a sweep over its whole kind.
+"""Faults that users of other software reported, where a whole kind is swept that has no home beside
+one function. `case BB-nn` stands with the function that answers it; here are the sweeps over layers
+and ranks."""
 
-Those of routing, capacity and balance stand beside what they test (`grep -r BB-`); here are the
-ones of the whole layer: layouts, sizes, combine, ranks.
-"""
-
-from dataclasses import replace
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import ep_moe
-from ep_moe import ops, oracle
+from ep_moe import MoELayer, Routing, moe, ops, oracle, select_experts, total_aux
+from ep_moe.routing import count_tokens
 from ep_moe.testing import assert_close, run_ranks
+from tests.dispatch.ep_cases import Case, compare, config, expert_parallel_each, one_process
+from tests.helpers import NOT_POWERS_OF_TWO, leaf, random_layer, small_config
+from tests.routing.capacity_cases import NO_WARNING, POLICIES
 
-CONFIG = ep_moe.MoEConfig(hidden_size=8, intermediate_size=12, num_experts=4, top_k=2)
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), NO_WARNING]
 
-
-def small_layer(dtype=torch.float64, device="cpu", ep=None, **changes):
-    torch.manual_seed(0)
-    return ep_moe.MoELayer(replace(CONFIG, **changes), ep=ep).to(device, dtype)
-
-
-def one_expert(tokens, expert=0, device="cpu"):
-    """All tokens to one expert, with weight 1."""
-    ids = torch.full((tokens, 1), expert, dtype=torch.int32, device=device)
-    return ep_moe.Routing(ids, torch.ones(tokens, 1, device=device))
+SCORING = pytest.mark.parametrize("scoring_func", ["softmax", "sigmoid", "sqrtsoftplus"])
 
 
-@pytest.mark.parametrize("numerics", ["fast", "exact"])
-def test_no_token_is_lost_at_any_block_boundary(numerics, device):
-    """BB-23, BB-33: exact numerics work in blocks of rows; 1 to 3 blocks and one more, all tokens
-    to one expert, the others empty before, between and behind it."""
-    block = ops.ROW_BLOCK
-    layer = small_layer(device=device, numerics=numerics)
-    x = torch.randn(3 * block + 1, 8, dtype=torch.float64, device=device)
-    weights = layer.state_dict()
-    everything = torch.stack([oracle.mlp(row, weights, "experts", "swiglu", 2) for row in x])
-    for tokens in (1, 2, block - 1, block, block + 1, 2 * block, 3 * block, 3 * block + 1):
-        routing = one_expert(tokens, 2, device)
-        y = ep_moe.moe(x[:tokens], routing, layer.experts, layer.transport)
-        assert_close(y, everything[:tokens], name=f"y of {tokens} tokens")
-
-
-@pytest.mark.gpu
-def test_rows_beyond_int32(require_gpu):
-    """BB-25: rows * hidden passes 2^31 at row 299,593 of 7,168; the first, last and affected rows
-    of y and of dx are right."""
-    hidden, tokens = 7168, 300_000
-    config = replace(CONFIG, hidden_size=hidden, intermediate_size=16, top_k=1, renormalize=False)
-    torch.manual_seed(0)
-    layer = ep_moe.MoELayer(config).to("cuda", torch.bfloat16)
-    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    y = ep_moe.moe(x, one_expert(tokens, 1, "cuda"), layer.experts, layer.transport)
-    y.sum().backward()
-    for rows in (slice(0, 4), slice(299_590, 299_600), slice(tokens - 4, tokens)):
-        part = x.detach()[rows].clone().requires_grad_()
-        count = len(part)
-        alone = ep_moe.moe(part, one_expert(count, 1, "cuda"), layer.experts, layer.transport)
-        alone.sum().backward()
-        assert_close(y[rows].detach(), alone.detach(), name=f"y {rows}")
-        assert_close(x.grad[rows], part.grad, name=f"dx {rows}")
-
-
-@pytest.mark.parametrize("numerics", ["fast", "exact"])
-@pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8), (0, 5, 8)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_no_tokens(shape, dtype, numerics, device):
-    """BB-29: forward, losses and backward of nothing."""
-    layer = small_layer(
-        dtype, device, numerics=numerics, num_shared_experts=1, aux_loss_coef=0.1, z_loss_coef=0.1
-    )
-    y, stats = layer(torch.zeros(shape, dtype=dtype, device=device))
-    assert y.shape == shape
-    assert stats.tokens_per_expert.tolist() == [0] * 4
-    assert stats.aux_loss == 0
-    (y.sum() + ep_moe.total_aux([stats])).backward()
-    for name, parameter in layer.named_parameters():
-        assert parameter.grad is not None, name
-        assert not parameter.grad.any(), name
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "hidden, inner", [(1, 1), (3, 5), (17, 33), (100, 511), (1025, 3), (5, 1025)]
-)
-def test_sizes_that_no_library_likes(hidden, inner, dtype, device):
-    """BB-35, BB-99: any H and I, forward and backward."""
-    layer = small_layer(dtype, device, hidden_size=hidden, intermediate_size=inner)
-    x = torch.randn(13, hidden, device=device).to(dtype).requires_grad_()
-    routing, _ = layer.router(x, None)
-    y = ep_moe.moe(x, routing, layer.experts, layer.transport)
-    d_y = torch.randn(13, hidden, device=device).to(dtype)
-    y.backward(d_y)
-    weights = {n: p.detach().double().requires_grad_() for n, p in layer.named_parameters()}
-    x64 = x.detach().double().requires_grad_()
-    fixed = ep_moe.Routing(routing.ids, routing.gate_weights.detach().double())
-    expected = oracle.moe_layer(x64, weights, layer.config, routing=fixed)
-    expected.backward(d_y.double())
-    assert_close(y.detach(), expected.detach(), name="y")
-    for name in ("experts.w_gate_up", "experts.w_down"):
-        got = layer.get_parameter(name).grad
-        assert_close(
-            got, weights[name].grad, name=name, tolerance=4e-2 if dtype != torch.float32 else 1e-4
-        )
-
-
-@pytest.mark.parametrize("top_k", [1, 2, 4])
-def test_every_way_to_compute_gives_the_same_y(top_k):
-    """BB-45: loop, one rank, several ranks, fast and exact, all weights in, none twice."""
-    tokens, worlds = 12, (1, 2, 4)
-    changes = {"top_k": top_k, "renormalize": False}
-    weights = small_layer(**changes).state_dict()
-    x = parity_x(tokens)
-    expected = oracle.moe_layer(x, weights, replace(CONFIG, **changes))
-    for world_size in worlds:
-        for shares in run_ranks(rank_parity, world_size, world_size, tokens, changes):
-            for name, (rows, y) in shares.items():
-                assert_close(y, expected[rows], name=f"{name} on {world_size} ranks")
-
-
-def parity_x(tokens):
-    return torch.randn(tokens, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-
-def rank_parity(rank, world_size, tokens, changes):
-    share = tokens // world_size
-    rows = slice(rank * share, (rank + 1) * share)
-    x = parity_x(tokens)[rows]
-    found = {}
-    for numerics in ("fast", "exact"):
-        layer = small_layer(ep=dist.group.WORLD, numerics=numerics, **changes)
-        found[numerics] = (rows, layer(x)[0].detach())
-    return found
-
-
-def rank_forced_to_rank_0(rank, tokens):
-    """Three steps in which no token ever needs rank 1 and above."""
-    layer = small_layer(ep=dist.group.WORLD)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    for _ in range(3):
-        x = torch.randn(tokens[rank], 8, dtype=torch.float64)
-        y = ep_moe.moe(x, one_expert(len(x)), layer.experts, layer.transport)
-        y.sum().backward()
-        optimizer.step()
-    grad = layer.experts.w_down.grad
-    return tuple(grad.shape), bool(grad.any())
-
-
-@pytest.mark.parametrize("tokens", [(4, 4), (3, 0, 5, 1), (0, 6)])
-def test_a_rank_whose_experts_get_nothing_still_takes_part(tokens):
-    """BB-65: forward, backward and step finish; its gradients are zeros of the right shape."""
-    for rank, (shape, used) in enumerate(run_ranks(rank_forced_to_rank_0, len(tokens), tokens)):
-        assert shape == (4 // len(tokens), 8, 12)
-        assert used == (rank == 0)
-
-
-def rank_linear_expert_grad(rank, x, reduction):
-    """y = w * x: one expert on rank 0, made linear by a huge gate whose silu is the identity."""
-    layer = small_layer(
-        ep=dist.group.WORLD,
-        hidden_size=1,
-        intermediate_size=1,
-        loss_reduction=reduction,
-        activation="relu2",
-        top_k=1,
-        renormalize=False,
-    )
-    with torch.no_grad():
-        layer.experts.w_gate_up.fill_(1.0)
-        layer.experts.w_down.fill_(1.0)
-    rows = torch.tensor(x[rank], dtype=torch.float64).sqrt()[:, None]  # relu2 squares them back
-    y = ep_moe.moe(rows, one_expert(len(rows)), layer.experts, layer.transport)
-    (y.sum() / len(rows) if reduction == "mean" else y.sum()).backward()
-    return layer.experts.w_down.grad[0].item()
-
-
-@pytest.mark.parametrize(
-    "x", [[[1, 2], [3, 4]], [[1, 2], [3, 4], [5, 6], [7, 8]], [[2], [1, 1, 4]]]
-)
-def test_expert_gradients_do_not_grow_with_the_ranks(x):
-    """BB-69: 2.5 for [1,2],[3,4], not 5: the gradient of the mean of the ranks' means."""
-    of_ranks = [sum(share) / len(share) for share in x]
-    grads = run_ranks(rank_linear_expert_grad, len(x), x, "mean")
-    assert grads[0] == pytest.approx(sum(of_ranks) / len(x))
-    if x == [[1, 2], [3, 4]]:
-        assert grads[0] == pytest.approx(2.5)
-        assert grads[0] != pytest.approx(5.0)
-    total = run_ranks(rank_linear_expert_grad, len(x), x, "sum")[0]
-    assert total == pytest.approx(sum(map(sum, x)))
-
-
-def rank_norm_of_experts(rank, max_norm):
-    experts = small_layer(ep=dist.group.WORLD).experts
-    experts.w_down.grad = torch.zeros_like(experts.w_down)
-    experts.w_down.grad[0, 0, :2] = torch.tensor([[2.0, 4.0], [6.0, 8.0]])[rank]
-    norm = ep_moe.clip_grad_norm_(experts, max_norm)
-    return norm.item(), (experts.w_down.grad[0, 0, 0] / [2.0, 6.0][rank]).item()
-
-
-def test_one_norm_and_one_clip_for_all_ranks():
-    """BB-71: sqrt(120) and 0.0912871 on every rank, not the mean of the ranks' norms, 7.236."""
-    for norm, clip in run_ranks(rank_norm_of_experts, 2, 1.0):
-        assert norm == pytest.approx(10.954451150103322)
-        assert norm != pytest.approx(7.23606797749979)
-        assert clip == pytest.approx(0.09128709291752768, rel=1e-5)
-
-
-@pytest.mark.parametrize("mask", range(16))
-def test_gradients_of_exactly_what_needs_them(mask):
-    """BB-89: every combination of frozen x, router, w_gate_up and w_down."""
-    layer, x = small_layer(), torch.randn(9, 8, dtype=torch.float64)
-    full = x.clone().requires_grad_()
-    layer(full)[0].square().sum().backward()
-    expected = {"x": full.grad} | {n: p.grad.clone() for n, p in layer.named_parameters()}
-    layer.zero_grad()
-    tensors = {"x": x} | dict(layer.named_parameters())
-    wanted = {name for bit, name in enumerate(tensors) if mask >> bit & 1}
-    for name, tensor in tensors.items():
-        tensor.requires_grad_(name in wanted)
+@pytest.mark.parametrize("place", [0, 3, 6])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_broken_token_anywhere(value, place):
+    """BB-07: all other tokens come out as without it."""
+    layer = random_layer(small_config(num_shared_experts=1))
+    x = torch.randn(7, 16, dtype=torch.float64)
+    others = torch.arange(7) != place
+    expected, _ = layer(x[others])
+    x[place] = value
     y, _ = layer(x)
-    assert y.requires_grad == bool(wanted)
-    if wanted:
-        y.square().sum().backward()
-    for name, tensor in tensors.items():
-        assert (tensor.grad is not None) == (name in wanted), name
-        if name in wanted:
-            assert_close(tensor.grad, expected[name], name=name)
+    assert_close(y[others], expected, name="y of the others")
+    ids = layer.router(x, None)[0].ids.tolist()
+    assert all(len(set(row)) == 2 for row in ids)
+    assert all(0 <= e < 8 for row in ids for e in row)
 
 
-@pytest.mark.gpu
-def test_capture_is_refused_in_words(require_gpu):
-    """BB-93: better than a stale routing on replay, or torch's error about a stream."""
-    layer = small_layer(torch.float32, "cuda")
-    x = torch.randn(4, 8, device="cuda")
-    layer(x)
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(ep_moe.BackendUnavailable, match="CUDA graph"), torch.cuda.graph(graph):
-        layer(x)
-    layer(x)  # and the device is as it was
+@pytest.mark.filterwarnings("ignore:top_k = 1")
+@SCORING
+def test_one_choice_trains_the_router(scoring_func):
+    """BB-15: a score of before the choice moves with the logits, one renormalised to 1 cannot."""
+    for renormalize in (False, True):
+        layer = random_layer(
+            small_config(top_k=1, renormalize=renormalize, scoring_func=scoring_func)
+        )
+        before = layer.router.weight.detach().clone()
+        layer(torch.randn(9, 16, dtype=torch.float64))[0].sum().backward()
+        torch.optim.SGD(layer.parameters(), lr=0.1).step()
+        assert torch.equal(layer.router.weight, before) == renormalize
+
+
+@pytest.mark.parametrize("num_experts", NOT_POWERS_OF_TWO)
+def test_every_expert_is_counted_once(num_experts):
+    """BB-19, for any number of them; the last, too."""
+    ids = torch.arange(num_experts).repeat(2)[: 2 * num_experts - 1, None]
+    assert count_tokens(ids, num_experts).tolist() == [2] * (num_experts - 1) + [1]
+
+
+def test_five_experts_in_worked_numbers():
+    """BB-19: blocks of four counted experts 0, 1 and 2 twice."""
+    ids = torch.tensor([[0], [1], [2], [3], [4], [4]])
+    assert count_tokens(ids, 5).tolist() == [1, 1, 1, 1, 2] != [2, 2, 2, 1, 2]
+
+
+ABSENT = {
+    "worked": [[0, -1], [1, 0], [-1, 1]],
+    "one token nowhere": [[0, 1], [-1, -1], [1, -1]],
+    "first choice nowhere": [[-1, 0], [-1, 1], [-1, 0]],
+    "nothing anywhere": [[-1, -1]] * 3,
+}
+
+
+@pytest.mark.parametrize("ids", ABSENT.values(), ids=ABSENT.keys())
+def test_choices_that_go_nowhere(ids):
+    """BB-21, out and back: an absent choice shifts no row, adds nothing and gets no gradient,
+    whatever garbage stands beside it."""
+    layer = random_layer(small_config(num_experts=2))
+    ids = torch.tensor(ids, dtype=torch.int32)
+    absent = ids < 0
+    x = torch.randn(3, 16, dtype=torch.float64, requires_grad=True)
+    gates = torch.rand(3, 2, dtype=torch.float64)
+    garbage = gates.masked_fill(absent, torch.nan).requires_grad_()
+    y = moe(x, Routing(ids, garbage), layer.experts, layer.transport)
+    d_y = torch.randn_like(y)
+    y.backward(d_y)
+
+    exact, weights = leaf(x), leaf(gates)
+    routing = Routing(ids, weights)
+    expected = oracle.moe_layer(exact, layer.state_dict(), layer.config, routing=routing)
+    assert_close(y, expected, name="y")
+    touched = expected + 0 * (exact.sum() + weights.sum())  # where nothing goes anywhere
+    d_x, d_gates = torch.autograd.grad(touched, [exact, weights], d_y)
+    assert_close(x.grad, d_x, name="dx")
+    assert_close(garbage.grad, d_gates, name="d_gates")
+    assert (garbage.grad[absent] == 0).all()
+
+
+@pytest.mark.parametrize("tokens", range(1, 50))
+def test_no_token_of_one_expert_is_lost(tokens):
+    """BB-23, from one token to three blocks of 16 and one more: an alignment kept the first of
+    each block."""
+    ids = torch.full((tokens, 1), 1, dtype=torch.int32)
+    packed = ops.pack(ids, 3)
+    assert packed.arrived_of_packed.tolist() == list(range(tokens))
+    assert packed.offsets.tolist() == [0, 0, tokens, tokens]
+    layer = random_layer(small_config(num_experts=3, hidden_size=4, intermediate_size=3))
+    x, gates = torch.randn(tokens, 4, dtype=torch.float64), torch.ones(tokens, 1).double()
+    y = moe(x, Routing(ids, gates), layer.experts, layer.transport)
+    weights = {name: value[1] for name, value in layer.experts.named_parameters()}
+    gate, up = (x @ weights["w_gate_up"].t()).chunk(2, dim=1)
+    right = (gate * gate.sigmoid() * up) @ weights["w_down"].t()
+    assert_close(y, right, name="y")
+    if tokens > 1:
+        first_only = right.masked_fill(torch.arange(tokens)[:, None] > 0, 0.0)
+        with pytest.raises(AssertionError):
+            assert_close(first_only, right, name="y")
+
+
+@pytest.mark.parametrize("capacity_policy", [None, *POLICIES])
+@pytest.mark.parametrize("scope", ["micro_batch", "sequence", "global"])
+@pytest.mark.parametrize("top_k", [1, 2, 8])
+def test_no_tokens_at_all(top_k, scope, capacity_policy):
+    """BB-29: finite losses, counts of zero, gradients of zero."""
+    capacity = {"capacity_factor": 1.0, "capacity_policy": capacity_policy or "position"}
+    layer = random_layer(
+        small_config(
+            top_k=top_k,
+            renormalize=False,
+            aux_loss_coef=0.1,
+            z_loss_coef=0.1,
+            aux_loss_scope=scope,
+            **(capacity if capacity_policy else {}),
+        )
+    )
+    for shape in [(0, 16), (2, 0, 16), (0, 3, 16)]:
+        layer.zero_grad()
+        y, stats = layer(torch.zeros(shape, dtype=torch.float64))
+        assert y.shape == shape
+        assert [value.sum().item() for value in stats] == [0] * len(stats)
+        (y.sum() + total_aux([stats])).backward()
+        for name, parameter in layer.named_parameters():
+            assert torch.equal(parameter.grad, torch.zeros_like(parameter)), name
+
+
+TRAINED = ("experts.w_gate_up", "experts.w_down", "router.weight", "x")
+
+
+@pytest.mark.parametrize("trained", list(itertools.product([False, True], repeat=4)), ids=str)
+def test_frozen_parts(trained, monkeypatch):
+    """BB-89: exactly what is trained gets its gradient, that of a loop; no other is computed."""
+    products = []
+    wgrad = ops.grouped_gemm_wgrad
+    monkeypatch.setattr(
+        ops, "grouped_gemm_wgrad", lambda *args, **kw: products.append(0) or wgrad(*args, **kw)
+    )
+    layer = random_layer(small_config())
+    x, d_y = torch.randn(2, 9, 16, dtype=torch.float64)
+    leaves = {**dict(layer.named_parameters()), "x": x}
+    exact = {name: leaf(value) for name, value in leaves.items()}
+    expected = oracle.moe_layer(exact["x"], exact, layer.config)
+    gradients = torch.autograd.grad(expected, [exact[name] for name in TRAINED], d_y)
+    for name, needs in zip(TRAINED, trained, strict=True):
+        leaves[name].requires_grad_(needs)
+    y, _ = layer(x)
+    assert_close(y, expected, name="y")
+    assert y.requires_grad == any(trained)
+    if any(trained):
+        y.backward(d_y)
+    for name, needs, gradient in zip(TRAINED, trained, gradients, strict=True):
+        assert (leaves[name].grad is not None) == needs, name
+        if needs:
+            assert_close(leaves[name].grad, gradient, name=name)
+    assert len(products) == sum(trained[:2])
+
+
+def test_nothing_is_noisy():
+    """BB-91: experts see x as it came, in training too; runs repeat bit for bit."""
+    layer = random_layer(small_config(num_shared_experts=1))
+    x = torch.randn(9, 16, dtype=torch.float64)
+    before = x.clone()
+    runs = [layer.train(mode)(x)[0] for mode in (True, True, False, False)]
+    assert all(torch.equal(y, runs[0]) for y in runs)
+    assert torch.equal(x, before)
+    right = oracle.moe_layer(x, layer.state_dict(), layer.config)
+    assert_close(runs[0], right, name="y")
+    jittered = x * (1 + 0.01 * torch.rand_like(x))
+    with pytest.raises(AssertionError):
+        assert_close(oracle.moe_layer(jittered, layer.state_dict(), layer.config), right, name="y")
+
+
+RANK_CASES = {
+    "BB-17 the scale, beside a shared expert": Case(
+        (6, 3), config(num_shared_experts=1, routed_scaling_factor=2.5)
+    ),
+    "BB-15 one choice": Case((5, 8), config(top_k=1, renormalize=False)),
+    "BB-29 no tokens, one choice": Case((0, 0), config(top_k=1, renormalize=False)),
+    "BB-29 no tokens, bf16": Case((0, 4), config(), dtype=torch.bfloat16),
+    "BB-19 six experts": Case((9, 4), config(num_experts=6, top_k=4)),
+}
+LOSSES = {
+    "sum": lambda y: y.sum(),
+    "transposed": lambda y: (y.t() * torch.arange(float(len(y)))).sum(),
+    "sliced": lambda y: (y[:, ::2] ** 2).sum(),
+    "concatenated": lambda y: (torch.cat([y, y * 2])[2:9] ** 2).sum(),
+    "expanded": lambda y: (y[:1].expand(4, 16) ** 3).sum(),
+}
+
+
+def rank_faults(rank):
+    torch.manual_seed(0)
+    layer = MoELayer(small_config(), ep=dist.group.WORLD).double()
+    x = torch.randn(6 + rank, 16, dtype=torch.float64)
+
+    # BB-27: gradients of y in any layout.
+    for name, loss in LOSSES.items():
+        leaves = [x.requires_grad_(), *layer.parameters()]
+        y, _ = layer(x)
+        (d_y,) = torch.autograd.grad(loss(y), y, retain_graph=True)
+        expected = torch.autograd.grad(y, leaves, d_y.contiguous())
+        got = torch.autograd.grad(loss(layer(x)[0]), leaves)
+        for a, b in zip(got, expected, strict=True):
+            assert_close(a, b, name=f"gradient of y {name}")
+
+    # BB-07: a NaN row of one rank spoils no row of any.
+    x = x.detach()
+    expected, _ = layer(x[:-1])
+    x[-1] = torch.nan if rank else 0.0
+    assert_close(layer(x)[0][:-1], expected, name="y beside a NaN row")
+
+    # BB-11: ties, the same on every rank and in each of 100 repeats.
+    ties = torch.randint(3, (40, 8), generator=torch.Generator().manual_seed(1)).float()
+    ids = [select_experts(ties, layer.config).ids for _ in range(100)]
+    assert all(torch.equal(again, ids[0]) for again in ids)
+    return ids[0], expert_parallel_each(rank, list(RANK_CASES.values()), "cpu")
+
+
+def test_on_two_ranks():
+    (ids, *_), (others, *_) = ranks = run_ranks(rank_faults, 2)
+    assert torch.equal(ids, others)
+    for i, case in enumerate(RANK_CASES.values()):
+        compare(case, [got[i] for _, got in ranks], one_process(case))

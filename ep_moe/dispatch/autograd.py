@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ep_moe import check
 from ep_moe.dispatch.protocol import Plan, Sent, Transport
+from ep_moe.errors import RecomputationMismatch
 from ep_moe.replay import once
 from ep_moe.types import Arrived, Routing
 
@@ -58,17 +59,21 @@ class _Dispatch(torch.autograd.Function):
         # On one rank the experts work on x itself, on more they work on copies. Kept here at any
         # number of ranks, so that changing x in place between forward and backward is torch's own
         # error everywhere.
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x, ids)
+        ctx.ids = ids
         return sent.rows, sent.gate_weights, sent.plan
 
     @staticmethod
     def backward(ctx: Any, d_rows: Tensor, d_gates: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        _ = ctx.saved_tensors
-        needs_x, needs_gates, *_rest = ctx.needs_input_grad
+        _, ids = ctx.saved_tensors
+        _check_recomputed(ids, ctx.ids)
+        # Both moves, whatever needs a gradient here: an idle rank's x may need none where the
+        # others' does, and all must meet.
         with torch.profiler.record_function("ep_moe.dispatch_backward"):
-            d_x = ctx.transport.combine(ctx.plan, d_rows) if needs_x else None
-            d_gate = ctx.transport.combine_gates(ctx.plan, d_gates) if needs_gates else None
-        return d_x, d_gate, None, None, None
+            d_x = ctx.transport.combine(ctx.plan, d_rows)
+            d_gate = ctx.transport.combine_gates(ctx.plan, d_gates)
+        needs_x, needs_gates, *_rest = ctx.needs_input_grad
+        return d_x if needs_x else None, d_gate if needs_gates else None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -81,3 +86,17 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         with torch.profiler.record_function("ep_moe.combine_backward"):
             return ctx.transport.replay(ctx.plan, d_y), None, None
+
+
+def _check_recomputed(recomputed: Tensor, original: Tensor) -> None:
+    """Under activation checkpointing the saved ids were chosen again; they must be the same ones.
+
+    Compared at the origin: where each rank has one expert, two tokens that swap theirs change
+    nothing that the receivers see but the rows themselves.
+    """
+    if recomputed.data_ptr() != original.data_ptr() and not torch.equal(recomputed, original):
+        raise RecomputationMismatch(
+            "activation checkpointing recomputed a different routing than the forward pass had, so "
+            "the gradients would belong to other experts: pass context_fn=ep_moe.replay() to the "
+            "checkpoint, or make the block deterministic (no noise, no changed parameters)"
+        )

@@ -44,13 +44,13 @@ def geglu(pre: Tensor) -> Tensor:
     """gelu(gate) * up with the exact (erf) gelu, https://arxiv.org/abs/2002.05202. (S,2I) ->
     (S,I)"""
     gate, up = _halves(pre)
-    return (F.gelu(gate) * up).to(pre.dtype)
+    return (gate * _normal_cdf(gate) * up).to(pre.dtype)
 
 
 def geglu_backward(d_h: Tensor, pre: Tensor) -> Tensor:
     gate, up = _halves(pre)
     d_h = d_h.to(gate.dtype)
-    cdf = 0.5 * (1 + torch.erf(gate * 0.5**0.5))
+    cdf = _normal_cdf(gate)
     pdf = torch.exp(-0.5 * gate.square()) * (2 * torch.pi) ** -0.5
     return torch.cat([d_h * up * (cdf + gate * pdf), d_h * gate * cdf], dim=1).to(pre.dtype)
 
@@ -97,3 +97,8 @@ ACTIVATIONS = {
 def _halves(pre: Tensor) -> tuple[Tensor, Tensor]:
     gate, up = pre.to(accumulation_dtype(pre.dtype)).chunk(2, dim=1)
     return gate, up
+
+
+def _normal_cdf(x: Tensor) -> Tensor:
+    """(1 + erf(x / sqrt(2))) / 2, which cancels for x below -3, by the complement of erf"""
+    return torch.erfc(x * -(0.5**0.5)) / 2

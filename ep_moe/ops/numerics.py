@@ -36,3 +36,21 @@ def matmul(
         matmul(rows, b, numerics="fast", bias=bias, out=block)
         out[first : first + ROW_BLOCK] = block[: len(part)]
     return out
+
+
+def row_dot(a: Tensor, b: Tensor, *, numerics: Numerics = "fast") -> Tensor:
+    """out[s] = <a[s], b[s]>.  (S,H), (S,H) -> (S,) in the accumulation dtype
+
+    Exact for the reason that `matmul` is: a GPU shares a sum among threads by how many there are.
+    """
+    dtype = accumulation_dtype(a.dtype)
+    if numerics == "fast":
+        return (a.to(dtype) * b.to(dtype)).sum(dim=1)
+    out, block = a.new_empty(len(a), dtype=dtype), a.new_zeros(ROW_BLOCK, a.shape[1], dtype=dtype)
+    for first in range(0, len(a), ROW_BLOCK):
+        rows = slice(first, first + ROW_BLOCK)
+        count = len(a[rows])
+        block[:count] = a[rows].to(dtype) * b[rows].to(dtype)
+        block[count:] = 0.0
+        out[rows] = block.sum(dim=1)[:count]
+    return out

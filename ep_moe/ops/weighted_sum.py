@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ep_moe.ops.numerics import accumulation_dtype
+from ep_moe.ops.numerics import Numerics, accumulation_dtype, row_dot
 
 
 class WeightedSumGrads(NamedTuple):
@@ -41,7 +41,12 @@ def weighted_sum(y: Tensor, gate_weights: Tensor | None, packed_of_arrived: Tens
 
 
 def weighted_sum_backward(
-    d_out: Tensor, y: Tensor, gate_weights: Tensor, packed_of_arrived: Tensor
+    d_out: Tensor,
+    y: Tensor,
+    gate_weights: Tensor,
+    packed_of_arrived: Tensor,
+    *,
+    numerics: Numerics = "fast",
 ) -> WeightedSumGrads:
     """d_y[s] = gate[a,k] * d_out[a] and d_gate[a,k] = <d_out[a], y[s]>, where s =
     packed_of_arrived[a,k] >= 0.
@@ -55,5 +60,5 @@ def weighted_sum_backward(
     d_y = torch.zeros_like(y)
     d_y[s] = (d_out[a].to(dtype) * gate_weights[a, k, None]).to(y.dtype)
     d_gate = torch.zeros_like(gate_weights)
-    d_gate[a, k] = (d_out[a].to(dtype) * y[s].to(dtype)).sum(1).to(d_gate.dtype)
+    d_gate[a, k] = row_dot(d_out[a], y[s], numerics=numerics).to(d_gate.dtype)
     return WeightedSumGrads(d_y, d_gate)

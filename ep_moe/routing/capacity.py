@@ -15,7 +15,8 @@ from ep_moe.config import SelectionConfig
 
 
 class Admitted(NamedTuple):
-    """ids  (T,K) int64, of the choices that stay; with reroute also of those that moved.
+    """ids  (T,K) int64; with reroute of where a choice moved, or of what a dropped one was refused.
+    Distinct in a token.
     kept    (T,K) bool; False = dropped.
     place   (T,K) int64: the choice's place among those of its expert that stayed; -1 = dropped.
     capacity  scalar int64.
@@ -30,9 +31,13 @@ class Admitted(NamedTuple):
 def expert_capacity(num_tokens: Tensor | int, num_experts: int, config: SelectionConfig) -> Tensor:
     """max(min_capacity, ceil(K * T / E * capacity_factor)), in integers: floats give 56 for 55.
 
+    The factor is the decimal that its digits say, 1.1 and not the float beside it; or, with more
+    than 9 digits, the simplest fraction there: 5/3 is five thirds. Products stay in 64 bits: a
+    factor above E, with which nothing can be dropped, counts as E.
     T = the real tokens of this rank -> scalar int64, on T's device.
     """
-    factor = Fraction(str(config.capacity_factor))
+    factor = Fraction(str(config.capacity_factor)).limit_denominator(10**9)
+    factor = min(factor, Fraction(num_experts))
     tokens = torch.as_tensor(num_tokens, dtype=torch.int64)
     numerator = tokens * (config.top_k * factor.numerator)
     denominator = num_experts * factor.denominator
@@ -71,7 +76,7 @@ def drop_by_probability(ids: Tensor, scores: Tensor, ranked: Tensor, capacity: T
 
 def reroute(ids: Tensor, scores: Tensor, ranked: Tensor, capacity: Tensor) -> Admitted:
     """K rounds. In each, tokens in order take the best of their candidates that they do not have
-    and that has room; a token that finds none loses that choice.
+    and that has room; a token that finds none loses that choice, the best that is left to it.
 
     Serial by definition: it runs on the host, with one sync on a GPU.
     """
@@ -86,14 +91,13 @@ def reroute(ids: Tensor, scores: Tensor, ranked: Tensor, capacity: Tensor) -> Ad
             if not real[t]:
                 continue
             found = next((i for i, e in enumerate(waiting) if load[e] < limit), None)
+            e = new_ids[t][k] = waiting.pop(found or 0)
             if found is not None:
-                e = waiting.pop(found)
-                new_ids[t][k], place[t][k] = e, load[e]
+                place[t][k] = load[e]
                 load[e] += 1
     new = torch.tensor(new_ids, dtype=torch.int64, device=ids.device).view_as(ids)
     places = torch.tensor(place, dtype=torch.int64, device=ids.device).view_as(ids)
-    kept = new >= 0
-    return Admitted(torch.where(kept, new, ids), kept, places, capacity)
+    return Admitted(new, places >= 0, places, capacity)
 
 
 POLICIES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Admitted]] = {

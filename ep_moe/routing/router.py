@@ -143,8 +143,10 @@ class Router(nn.Module):
 
     def _global(self, p: Tensor, wanted: Tensor, n: Tensor, _: int | None) -> Tensor:
         """Balance over all ranks and, when counting, the accumulation steps so far; the mean of the
-        ranks' values is the global loss, for uneven and empty ranks too."""
-        counted = n if self.tokens_since_step is None else self.tokens_since_step
+        ranks' values is the global loss, for uneven and empty ranks too. Evaluation between two
+        steps is no part of them."""
+        so_far = self.tokens_since_step if self.training and torch.is_grad_enabled() else None
+        counted = n if so_far is None else so_far
         local = torch.cat([counted, (wanted[:, :1] >= 0).sum(dim=0)])
         total = once(lambda: self.reduce(local))
         n_all, tokens = total[:-1], total[-1]

@@ -5,6 +5,7 @@ selection sorts integer keys that order like the floats, stably: NaN greatest, -
 to the lowest id, and lanes that may not be chosen below -inf, where no float could put them.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -155,7 +156,9 @@ def gate_weights(logits: Tensor, ids: Tensor, kept: Tensor, config: SelectionCon
     else:
         weights = scoring.score(logits).gather(1, ids)
     if config.renormalize_after_drop:
-        gone = ~kept & kept.any(dim=1, keepdim=True)  # a row that lost all has no softmax
+        # A row that lost all, or all but logits of -inf, has no softmax of what remains.
+        weighs = kept & (log_scores.detach() > -torch.inf)
+        gone = ~kept & weighs.any(dim=1, keepdim=True)
         remaining = log_scores.masked_fill(gone, -torch.inf).softmax(dim=1)
         weights = remaining * weights.sum(dim=1, keepdim=True)
     if config.scoring_func == "softmax":
@@ -179,8 +182,10 @@ class Scoring(NamedTuple):
 
 def _log_sqrtsoftplus(logits: Tensor) -> Tensor:
     """log(softplus(x)) / 2, where softplus underflows: x / 2"""
-    low = logits < -15  # there softplus(x) = exp(x) (1 - exp(x) / 2 + ...), which is exp(x) in fp32
-    return torch.where(low, logits, F.softplus(logits.masked_fill(low, 0.0)).log()) / 2
+    # softplus(x) = exp(x) (1 - exp(x) / 2 + ...): exp(x) alone, once that is below the rounding
+    low = logits < math.log(torch.finfo(logits.dtype).eps)
+    softplus = F.softplus(logits.masked_fill(low, 0.0), threshold=40)  # 20 is rough for fp64
+    return torch.where(low, logits, softplus.log()) / 2
 
 
 SCORING = {

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import _get_fqns, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from ep_moe.errors import InputError
 from ep_moe.training.expert_parameters import expert_parameters
 
 
@@ -70,6 +71,7 @@ def _global_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     model_state, optimizer_state = get_state_dict(model, optimizer)
+    moments: dict[str, Any] = dict(optimizer_state["state"])  # pyright: ignore
     meshes: dict[int, DeviceMesh] = {}
     for name, parameter, ep in expert_parameters(model):
         if ep.group is None:
@@ -77,12 +79,24 @@ def _global_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
         if id(ep.group) not in meshes:
             meshes[id(ep.group)] = DeviceMesh.from_group(ep.group, parameter.device.type)
         mesh = meshes[id(ep.group)]
+        (name,) = _get_fqns(model, name)  # without the names that wrappers add
         model_state[name] = _shard(model_state[name], mesh)
-        moments: dict[str, Any] = optimizer_state["state"][name]  # pyright: ignore
-        for key, value in moments.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
-                moments[key] = _shard(value, mesh)
-    return {"model": model_state, "optimizer": optimizer_state}
+        if name in moments:  # not those of frozen experts; a new dict: this one is the optimizer's
+            moments[name] = {
+                key: _shard(value, mesh) if _by_expert(key, value, parameter) else value
+                for key, value in moments[name].items()
+            }
+    return {"model": model_state, "optimizer": {**optimizer_state, "state": moments}}
+
+
+def _by_expert(key: str, value: Any, parameter: Tensor) -> bool:
+    """Does dimension 0 of this optimizer state run over the local experts?"""
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return False
+    if len(value) != len(parameter):
+        got = f"of shape {tuple(value.shape)}"
+        raise InputError(f"optimizer state {key!r}", got, f"a scalar or ({len(parameter)}, ...)")
+    return True
 
 
 def _shard(local: Any, mesh: DeviceMesh) -> DTensor:

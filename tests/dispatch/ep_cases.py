@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe import MoEConfig, MoELayer, total_aux
+from ep_moe.testing import TOLERANCE, assert_close
 
 
 @dataclass(frozen=True)
@@ -142,3 +143,26 @@ def one_process(case: Case, device: str = "cpu") -> dict[str, Any]:
         "grads": {n: p.grad.cpu() for n, p in layer.named_parameters()},
         "weights": {n: p.detach().cpu() for n, p in layer.named_parameters()},
     }
+
+
+def compare(case: Case, ranks: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """What `expert_parallel` gave on each rank against `one_process`."""
+    if case.config.loss_reduction == "sum":  # ranks are added, not averaged
+        expected = expected | {
+            "grads": {
+                n: g * case.world_size if n.startswith("experts.") else g
+                for n, g in expected["grads"].items()
+            },
+            "weights": {},
+        }
+    for rank, got in enumerate(ranks):
+        for name in ("loss", "y", "dx"):
+            where = f"{name} of rank {rank}"
+            tolerance = TOLERANCE[case.dtype]  # the loss is fp32 whatever the layer's dtype
+            assert_close(got[name], expected[name][rank], name=where, tolerance=tolerance)
+        for kind in ("grads", "weights"):
+            for name, value in expected[kind].items():
+                if name.startswith("experts."):
+                    each = len(value) // case.world_size
+                    value = value[rank * each : (rank + 1) * each]
+                assert_close(got[kind][name], value, name=f"{kind} of {name}, rank {rank}")

@@ -1,5 +1,7 @@
 """Activation checkpointing across ranks, and changes of x between forward and backward."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,16 +10,18 @@ from torch.utils.checkpoint import checkpoint
 import ep_moe
 from ep_moe.testing import run_ranks
 
-CONFIG = ep_moe.MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=1)
+CONFIG = ep_moe.MoEConfig(
+    hidden_size=8, intermediate_size=8, num_experts=4, top_k=1, renormalize=False
+)
 
 
-def route_differently_on_recompute(ep):
+def route_differently_on_recompute(ep, num_experts=4):
     """Tokens swap experts before recomputation: every count stays, every gradient is wrong."""
     torch.manual_seed(0)
-    layer = ep_moe.MoELayer(CONFIG, ep=ep)
+    layer = ep_moe.MoELayer(replace(CONFIG, num_experts=num_experts), ep=ep)
     with torch.no_grad():
-        layer.router.weight.copy_(torch.eye(4, 8) * 9)
-    x = torch.eye(8)[:4].clone().requires_grad_()
+        layer.router.weight.copy_(torch.eye(num_experts, 8) * 9)
+    x = torch.eye(8)[:num_experts].clone().requires_grad_()
     calls = []
 
     def block(x):
@@ -30,7 +34,9 @@ def route_differently_on_recompute(ep):
 
 
 def rank_routes_differently(rank):
-    route_differently_on_recompute(dist.group.WORLD)
+    """With one expert a rank too, where no receiver could tell from its local ids."""
+    for num_experts in (4, 2):
+        route_differently_on_recompute(dist.group.WORLD, num_experts)
 
 
 def test_changed_routing_is_named():

@@ -6,8 +6,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from ep_moe.testing import run_ranks
-from tests.dispatch.ep_cases import Case, config, expert_parallel_each, one_process
-from tests.dispatch.test_expert_parallel import compare
+from tests.dispatch.ep_cases import Case, compare, config, expert_parallel_each, one_process
 
 
 @st.composite

@@ -86,8 +86,11 @@ def test_torchrun_explains_itself():
 def test_quickstart_passes_its_arguments_on(python):
     done = run("bash", LAUNCH / "quickstart.sh", "--steps=7", EP_MOE_PYTHON=python())
     assert done.returncode == 0, done.stderr
-    assert "launch/train_lm.py --config" in done.stdout
-    assert done.stdout.endswith(" --steps=7\n")
+    first, second = [line for line in done.stdout.splitlines() if "launch/train_lm.py" in line]
+    assert "configs/runs/quickstart.yaml" in first
+    assert "--steps=7 --name quickstart" in first  # what makes it the short run comes last and wins
+    assert "-unbalanced --model.moe.aux_loss_coef=0 --stop_after=" in first
+    assert second.endswith("-unbalanced --steps=7")
 
 
 def set_up(project, **variables):

@@ -2,20 +2,27 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 import torch
 import yaml
+from lm import LanguageModel
+from routing_trace import RecordingConfig, RoutingRecorder
 from run_folder import read_metrics
-from train_lm import RunConfig, learning_rate, train
+from train_lm import OptimConfig, RunConfig, learning_rate, train
 
 from ep_moe import ConfigError
 from ep_moe.config import parse_args
 from ep_moe.parallel import Process
+from ep_moe.routing import count_tokens
+from ep_moe.traces import RoutingTrace
 
 from .conftest import LAUNCH
 
 ALONE = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), group=None)
+
+RUNS = sorted((LAUNCH.parent / "configs" / "runs").glob("*.yaml"))
 
 
 def test_one_process(small_run, tmp_path):
@@ -37,19 +44,37 @@ def test_the_loss_falls(small_run, tmp_path):
     assert losses[-1] < losses[0] - 0.5
 
 
-def test_a_resumed_run_ends_where_one_in_one_piece_does(small_run, tmp_path):
-    whole = train(small_run(name="whole", steps=4), ALONE)
-    train(small_run(name="first", steps=2), ALONE)
+def test_a_run_stopped_early_and_resumed_equals_one_in_one_piece(small_run, tmp_path):
+    run = partial(small_run, steps=6, optim=OptimConfig(warmup_steps=1), log_every=1)
+    whole = train(run(name="whole"), ALONE)
+    train(run(name="first", stop_after=4), ALONE)
     resume = str(tmp_path / "first" / "checkpoint")
-    rest = train(small_run(name="rest", steps=4, resume=resume), ALONE)
+    rest = train(run(name="rest", resume=resume), ALONE)
+    losses = {
+        name: [line["loss"] for line in read_metrics(tmp_path / name)["train"]]
+        for name in ("whole", "first", "rest")
+    }
+    assert losses["first"] + losses["rest"] == losses["whole"]
     assert rest["held_out_loss"] == whole["held_out_loss"]
-    with pytest.raises(ConfigError, match="steps = 2, but it must be more than the 2 of `resume`"):
-        train(small_run(name="none", steps=2, resume=resume), ALONE)
+
+
+def test_what_cannot_start_is_refused_and_leaves_nothing(small_run, tmp_path):
+    train(small_run(name="first", steps=4), ALONE)
+    run = partial(small_run, name="none", resume=str(tmp_path / "first" / "checkpoint"))
+    recording = RecordingConfig(steps=(4,))
+    for changes, message in (
+        ({"steps": 3}, "steps = 3, .* more than the 4 of `resume`"),
+        ({"steps": 9, "stop_after": 4}, "stop_after = 4, .* more than the 4 of `resume`"),
+        ({"steps": 6, "record_routing": recording}, r"record_routing.steps = \(4,\), .* 5 to 6"),
+        ({"steps": 6, "compare_with": "some"}, "compare_with = 'some', .* a finished run"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            train(run(**changes), ALONE)
     assert not (tmp_path / "none").exists()
 
 
 def test_two_ranks_train_and_one_goes_on(small_run, tmp_path):
-    config = small_run(name="two")
+    config = small_run(name="two", record_routing=RecordingConfig(steps=(1, 3), layers=(1,)))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     program = [str(LAUNCH / "train_lm.py"), "--config", str(tmp_path / "config.yaml")]
@@ -69,16 +94,26 @@ def test_two_ranks_train_and_one_goes_on(small_run, tmp_path):
     loads = [line["tokens_per_expert"] for line in metrics["train"]]
     assert [[sum(layer) for layer in load] for load in loads] == [[2 * a_step] * 2, [a_step] * 2]
     assert "below the unigram entropy" in done.stdout
+    trace = RoutingTrace.load(tmp_path / "two" / "routing.npz")
+    assert (trace.steps, trace.layers, trace.top_k) == ((1, 3), (1,), 2)
+    assert trace.tokens_per_step == 2 * 2 * 16
+    start = metrics["start"][0]
+    assert trace.origin.items() >= {k: v for k, v in start.items() if k != "step"}.items()
+    counts = count_tokens(trace.routing(3, 1).ids, 4)
+    assert counts.tolist() == loads[1][1]  # step 3 has a line of its own
 
     resume = str(tmp_path / "two" / "checkpoint")
     final = train(small_run(name="one", steps=4, resume=resume), ALONE)
     assert abs(final["held_out_loss"] - metrics["final"][0]["held_out_loss"]) < 0.5
 
 
-def test_the_quickstart_config_is_valid():
-    path = LAUNCH.parent / "configs" / "quickstart.yaml"
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_the_shipped_runs_are_valid(path):
     config = parse_args(RunConfig, ["--config", str(path), "--model.moe.topk=1"])
     assert config.model.moe.top_k == 1
+    with torch.device("meta"):
+        layers = LanguageModel(config.model).moe_layers()
+    RoutingRecorder(config.record_routing, layers, ALONE, range(1, config.steps + 1))
 
 
 def test_learning_rate(small_run):
@@ -94,6 +129,7 @@ def test_learning_rate(small_run):
     "changes, message",
     [
         ({"steps": 0}, "steps = 0, but it must be at least 1"),
+        ({"stop_after": 0}, "stop_after = 0, but it must be at least 1, or unset"),
         ({"eval_every": 3}, "eval_every = 3, but it must be a multiple of log_every = 2"),
     ],
 )

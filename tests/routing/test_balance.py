@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from ep_moe import RoutingStats, dead_experts, max_vio, total_aux
-from ep_moe.routing import aux_loss, count_tokens, z_loss
+from ep_moe import RoutingStats, busiest_rank, dead_experts, load_change, max_vio, total_aux
+from ep_moe.routing import aux_loss, count_tokens, updated_bias, z_loss
 from ep_moe.testing import assert_close
 
 UNIFORM = [0.25] * 4
@@ -63,6 +63,24 @@ def test_aux_of_more_tokens_than_int32_can_square(num_tokens):
     p = torch.full((50_000, 2), 0.5)
     n = torch.tensor([50_000, 0])
     assert aux_loss(p, n, top_k=1, num_tokens=num_tokens).item() == pytest.approx(1.0)
+
+
+def test_counts_of_a_wider_scope():
+    """n from 6 tokens, of which these 2 are part: E / (K * 6 * 2) * sum_i n_i * sum_t p_ti."""
+    p = torch.tensor([[0.5, 0.25, 0.25, 0.0], [0.0, 0.5, 0.25, 0.25]])
+    n = torch.tensor([5, 4, 3, 0])
+    got = aux_loss(p, n, top_k=2, num_tokens=2, counted_tokens=6)
+    assert got.item() == pytest.approx(4 / (2 * 6 * 2) * (5 * 0.5 + 4 * 0.75 + 3 * 0.5))
+
+
+def test_each_sequence_by_itself():
+    """Leading dimensions are independent; rows of zeros are padding."""
+    p = torch.tensor([[[0.7, 0.3], [0.7, 0.3]], [[0.2, 0.8], [0.0, 0.0]]])
+    n, tokens = torch.tensor([[2, 0], [0, 1]]), torch.tensor([2, 1])
+    got = aux_loss(p, n, top_k=1, num_tokens=tokens)
+    assert got.tolist() == pytest.approx([1.4, 1.6])
+    ids = torch.tensor([[[0], [0]], [[1], [-1]]])
+    assert torch.equal(count_tokens(ids, 2), n)
 
 
 def test_no_tokens_are_no_loss():
@@ -123,3 +141,69 @@ def test_figures(tokens, expected, dead):
     n = torch.tensor(tokens)
     assert max_vio(n).item() == expected
     assert dead_experts(n).item() == dead
+
+
+@pytest.mark.parametrize(
+    "tokens,ranks,expected",
+    [
+        ([4, 4, 4, 4], 2, 1.0),
+        ([16, 0, 0, 0], 1, 1.0),
+        ([16, 0, 0, 0], 2, 2.0),
+        ([16, 0, 0, 0], 4, 4.0),
+        ([8, 0, 8, 0], 2, 1.0),  # each rank has one busy expert: nobody waits
+        ([6, 2, 4, 4], 2, 1.0),
+        ([6, 2, 4, 4], 4, 1.5),
+        ([1, 0, 0, 0], 4, 4.0),
+        ([0, 0, 0, 0], 4, 0.0),
+    ],
+)
+def test_busiest_rank(tokens, ranks, expected):
+    """What the others wait for, over what each would do if all did the same."""
+    assert busiest_rank(torch.tensor(tokens), ranks).item() == expected
+
+
+@pytest.mark.parametrize(
+    "before,after,expected",
+    [
+        ([4, 4, 0, 0], [4, 4, 0, 0], 0.0),
+        ([4, 4, 0, 0], [40, 40, 0, 0], 0.0),  # shares, whatever the sizes of the batches
+        ([8, 0, 0, 0], [0, 8, 0, 0], 1.0),
+        ([4, 4, 0, 0], [0, 4, 4, 0], 0.5),
+        ([0, 0, 0, 0], [1, 1, 1, 1], 0.0),
+        ([4, 0, 0, 0], [0, 0, 0, 0], 0.75),
+        ([0, 0, 0, 0], [0, 0, 0, 0], 0.0),
+    ],
+)
+def test_load_change(before, after, expected):
+    before, after = torch.tensor(before), torch.tensor(after)
+    assert load_change(before, after).item() == expected
+    assert load_change(after, before).item() == expected
+
+
+@pytest.mark.parametrize(
+    "tokens,steps",
+    [
+        pytest.param([6, 2, 4, 4], [-1, 1, 0, 0], id="BB-61: at the mean nothing moves"),
+        pytest.param([9, 1, 1, 1], [-1, 1, 1, 1], id="BB-61/b: not recentred"),
+        pytest.param([0, 0, 0, 0], [0, 0, 0, 0], id="no tokens"),
+        pytest.param([5, 5, 5, 5], [0, 0, 0, 0], id="balance"),
+        pytest.param([3, 3, 4, 0], [-1, -1, -1, 1], id="a mean between two integers"),
+        pytest.param([2**40 + 1, 2**40 - 1, 2**40, 2**40], [-1, 1, 0, 0], id="counts beyond fp32"),
+    ],
+)
+@pytest.mark.parametrize("rate", [0.001, 0.25])
+def test_bias_update(tokens, steps, rate):
+    before = torch.tensor([0.5, -1.0, 0.0, 2.0])
+    after = updated_bias(before, torch.tensor(tokens), rate)
+    assert after.tolist() == (before + rate * torch.tensor(steps)).tolist()
+    assert before.tolist() == [0.5, -1.0, 0.0, 2.0]
+
+
+def test_bias_update_in_fp32():
+    """Case BB-61/c: a bf16 bias of 1 would not move by .001."""
+    after = updated_bias(torch.ones(2, dtype=torch.bfloat16), torch.tensor([0, 2]), 0.001)
+    assert after.dtype == torch.float32
+    right = torch.tensor([1.001, 0.999])
+    assert_close(after, right, name="bias")
+    with pytest.raises(AssertionError):
+        assert_close(right.bfloat16().float(), right, name="bias")

@@ -101,6 +101,51 @@ def rank_trained_on_shares(rank, world_size, shares, steps, load, save):
     return trained(dist.group.WORLD, shares[rank::world_size], steps, load, save)
 
 
+def rank_saves_and_goes_on(rank, folder, make_optimizer):
+    """Steps before and after a save are as without it, and frozen experts have no state to save."""
+    found = {}
+    for saving in (False, True):
+        model = ep_moe.ddp_ignore(Model(dist.group.WORLD))
+        model.moe.experts.w_down.requires_grad_(False)
+        wrapped = DistributedDataParallel(model)
+        optimizer = make_optimizer(model.parameters())
+        for step in range(3):
+            if saving and step:
+                ep_moe.save_checkpoint(folder / str(step), wrapped, optimizer)
+            train(wrapped, optimizer, [[batch(rank, step)]])
+        found[saving] = {n: p.detach().clone() for n, p in model.named_parameters()}
+    if make_optimizer is not sgd:  # and what was saved is what a resumed run needs
+        model = ep_moe.ddp_ignore(Model(dist.group.WORLD))
+        model.moe.experts.w_down.requires_grad_(False)
+        wrapped = DistributedDataParallel(model)
+        optimizer = make_optimizer(model.parameters())
+        ep_moe.load_checkpoint(folder / "2", wrapped, optimizer)
+        train(wrapped, optimizer, [[batch(rank, 2)]])
+        found["resumed"] = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return found
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.01)
+
+
+def adam(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def adafactor(parameters):
+    """Its moments have the number of experts in common with the parameter, not its shape."""
+    return torch.optim.Adafactor(parameters, lr=0.01)
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adam, adafactor])
+def test_saving_changes_nothing_and_keeps_every_rank_its_own(make_optimizer, tmp_path):
+    for found in run_ranks(rank_saves_and_goes_on, 2, tmp_path, make_optimizer):
+        for weights in found.values():
+            for name, value in weights.items():
+                assert torch.equal(value, found[False][name]), name
+
+
 @pytest.mark.parametrize(
     "placed, overwritten", [("right", False), ("nowhere", True), ("on a part", True)]
 )
