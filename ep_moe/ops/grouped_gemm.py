@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ep_moe.errors import InputError
+from ep_moe import check
 from ep_moe.ops.numerics import Numerics, matmul
 
 
@@ -78,13 +78,6 @@ def grouped_bias_grad(d_y: Tensor, offsets: Tensor, *, scale: float = 1.0) -> Te
 
 
 def _groups(offsets: Tensor, num_experts: int | None, num_rows: int) -> list[tuple[int, slice]]:
-    """The non-empty experts and their rows. Lengths or inclusive ends passed as offsets are
-    refused, not guessed."""
-    ends = offsets.tolist()
-    length = len(ends) if num_experts is None else num_experts + 1
-    ordered = all(a <= b for a, b in pairwise(ends))
-    if not ends or len(ends) != length or ends[0] != 0 or not ordered or ends[-1] > num_rows:
-        count = "num_experts + 1" if num_experts is None else length
-        rule = f"{count} exclusive cumulative sums from 0 to at most {num_rows} rows"
-        raise InputError("offsets", ends, rule)
+    """The non-empty experts and their rows."""
+    ends = check.offsets(offsets, num_experts, num_rows)
     return [(e, slice(a, b)) for e, (a, b) in enumerate(pairwise(ends)) if a < b]

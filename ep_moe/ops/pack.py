@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ep_moe import check
 from ep_moe.types import Packed
 
 
@@ -15,6 +16,8 @@ def pack(local_ids: Tensor, num_local_experts: int) -> Packed:
     [[0,-1],[1,0],[-1,1]], 2 experts -> arrived_of_packed [0,1,1,2], offsets [0,2,4] (more in
     `Packed`).
     """
+    if check.wanted():
+        check.local_ids(local_ids, num_local_experts)
     rows, choices = local_ids.shape
     flat = local_ids.reshape(-1).long()
     # An absent pair sorts behind every expert: -1 in front would shift each row by the number of
