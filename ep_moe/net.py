@@ -25,11 +25,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch._C._distributed_c10d import Store
 
 from ep_moe.errors import DispatchTimeout, PeerLost
 
-PATIENCE = 5.0  # seconds for a wait to fail by itself once a peer is gone; NCCL's do not
+PATIENCE = 3.0  # seconds for a wait to fail by itself once a peer is gone; NCCL's do not
 ANSWER = 3.0  # seconds for a peer to say where it is
 CONNECT = 5.0  # seconds for a connection to stand
 
@@ -88,6 +89,7 @@ class Net(threading.Thread):
         self.place = Place(0, "the start", False)
         self.departed: dict[int, Departure] = {}  # who left, in the order of the news
         self.handled = False  # some wait has failed and found its error
+        self.enqueued: torch.cuda.Event | None = None  # behind the last exchange on a GPU
         self._word: Departure | None = None  # this rank's own
         self._closed = False
         self._places: dict[int, Place] = {}
@@ -252,19 +254,26 @@ class Net(threading.Thread):
             return
         self.departed[peer] = departure
         if self.failure is departure:
+            if self.enqueued is not None:  # NCCL's watchdog may end this process any moment
+                log.critical("%s", departure.seen_from(self.rank, str(self.place)))
             timer = threading.Timer(PATIENCE, self._last_resort, (self.place, departure))
             timer.daemon = True
             timer.start()
 
     def _last_resort(self, then: Place, departure: Departure) -> None:
-        """No wait has failed: this rank works on, or hangs in a GPU. Say what is known, and end a
-        wait that nothing else can end. (A GPU may hang elsewhere; there NCCL's watchdog ends it.)
-        """
-        if not self.handled and not self._closed:
+        """No wait has failed: this rank works on, or hangs, on the host or in a kernel of NCCL. Say
+        what is known, and end what nothing else can end."""
+        if self.handled or self._closed:
+            return
+        if self.enqueued is None:
             log.critical("%s", departure.seen_from(self.rank, str(self.place)))
-            if self.place.waiting and self.place == then:
-                self.tell(departure)
-                os._exit(1)
+        if self.place == then and (self.place.waiting or self._gpu_is_behind()):
+            self.tell(departure)
+            os._exit(1)
+
+    def _gpu_is_behind(self) -> bool:
+        """The host went on, as it does with NCCL; its GPU has not finished the last exchange."""
+        return self.enqueued is not None and not self.enqueued.query()
 
     def _say_all(self, *message: Any) -> None:
         with self._changed:

@@ -4,8 +4,10 @@
 attributes: _PEERS stands for the missing one, and holds nothing once the group is gone.
 """
 
+import atexit
 import json
 import math
+import signal
 import sys
 import time
 import weakref
@@ -14,11 +16,13 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ep_moe.net import Departure, Net, Place
 
 GRACE = 5.0  # seconds for the news of a death to arrive beside the failure that it caused
+EXIT = 5  # seconds for a process that lost a peer to end, once it is about to
 
 ABSENT = "has not joined: it ended before it built a layer, or cannot be reached"
 
@@ -34,8 +38,10 @@ class Peers:
         self._timeout = max((o._timeout.total_seconds() for o in options), default=math.inf)
         self._store = group.get_group_store()
         self._gathered = 0
+        self._asynchronous = "nccl" in dist.get_backend(group)
         self._net = Net(self.rank, self.ranks, self._store)
-        weakref.finalize(self, _leave, self._net)  # runs at the interpreter's exit, too
+        weakref.finalize(self, self._net.leave).atexit = False
+        atexit.register(_at_exit, weakref.ref(self._net))
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> "Peers":
@@ -60,6 +66,8 @@ class Peers:
             if net.failure is not None:
                 raise RuntimeError("a peer had left before this exchange began")
             yield
+            if self._asynchronous:
+                net.enqueued = torch.cuda.current_stream().record_event()
         except RuntimeError as error:
             net.handled = True
             departure = self._reason(stage, time.monotonic() - began)
@@ -127,8 +135,15 @@ class Peers:
         return "; ".join(found)
 
 
-def _leave(net: Net) -> None:
+def _at_exit(reference: "weakref.ref[Net]") -> None:
+    """Say goodbye. With a peer lost, the way out must not wait for it: NCCL's destructors may."""
+    net = reference()
+    if net is None:
+        return
     net.leave(getattr(sys, "last_value", None))  # the uncaught exception, where one is the reason
+    if net.failure is not None:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a thread would stop with the interpreter
+        signal.alarm(EXIT)
 
 
 _PEERS: "weakref.WeakKeyDictionary[dist.ProcessGroup, Peers]" = weakref.WeakKeyDictionary()
