@@ -8,6 +8,8 @@ import torch
 
 # Deterministic cuBLAS asks for it before the first product.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+if not torch.cuda.is_available():  # Triton reads it when it is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The same examples in every run, and no database of them that makes machines differ.
 hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)

@@ -15,13 +15,26 @@ from ep_moe.ops.grouped_gemm import (
 from ep_moe.ops.numerics import ROW_BLOCK, Numerics, matmul, row_dot
 from ep_moe.ops.pack import pack
 from ep_moe.ops.router_logits import router_logits, router_logits_backward
+from ep_moe.ops.select import (
+    SCORING,
+    Selected,
+    dense_probabilities,
+    needs_logits,
+    rank,
+    sanitize,
+    select,
+    select_backward,
+)
 from ep_moe.ops.weighted_sum import weighted_sum, weighted_sum_backward
 
 __all__ = [
     "ACTIVATIONS",
     "ROW_BLOCK",
+    "SCORING",
     "Activation",
     "Numerics",
+    "Selected",
+    "dense_probabilities",
     "gather",
     "gather_backward",
     "grouped_bias_grad",
@@ -29,10 +42,15 @@ __all__ = [
     "grouped_gemm_dgrad",
     "grouped_gemm_wgrad",
     "matmul",
+    "needs_logits",
     "pack",
+    "rank",
     "router_logits",
     "router_logits_backward",
     "row_dot",
+    "sanitize",
+    "select",
+    "select_backward",
     "weighted_sum",
     "weighted_sum_backward",
 ]

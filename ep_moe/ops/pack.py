@@ -1,4 +1,7 @@
-"""Order the (arrived row, local expert) pairs of a rank by expert. An index, not a copy."""
+"""Order the (arrived row, local expert) pairs of a rank by expert. An index, not a copy.
+
+On a GPU three launches (`ep_moe.kernels.pack`) and a host sync, for how many pairs there are.
+"""
 
 import torch
 from torch import Tensor
@@ -18,6 +21,17 @@ def pack(local_ids: Tensor, num_local_experts: int) -> Packed:
     """
     if check.wanted():
         check.local_ids(local_ids, num_local_experts)
+    if local_ids.is_cuda:
+        from ep_moe.kernels.pack import pack as kernel
+
+        arrived, choice, packed, offsets = kernel(local_ids, num_local_experts)
+        count = int(offsets[-1])
+        return Packed(
+            arrived_of_packed=arrived[:count],
+            choice_of_packed=choice[:count],
+            packed_of_arrived=packed,
+            offsets=offsets,
+        )
     rows, choices = local_ids.shape
     flat = local_ids.reshape(-1).long()
     # An absent pair sorts behind every expert: -1 in front would shift each row by the number of

@@ -4,6 +4,7 @@ benchmarks.
 Nothing here knows about ranks.
 """
 
+from ep_moe.ops import dense_probabilities
 from ep_moe.routing.balance import (
     aux_loss,
     busiest_rank,
@@ -18,7 +19,7 @@ from ep_moe.routing.balance import (
 )
 from ep_moe.routing.capacity import Admitted, admit, expert_capacity
 from ep_moe.routing.router import Router
-from ep_moe.routing.selection import Choice, dense_probabilities, grouped_topk, select_experts
+from ep_moe.routing.selection import Choice, grouped_topk, select_experts
 
 __all__ = [
     "Admitted",

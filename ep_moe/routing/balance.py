@@ -37,13 +37,31 @@ def aux_loss(
     Source: https://arxiv.org/abs/2101.03961, eq. 4, divided by K so that its scale does not depend
     on K; with n of a wider scope than p, https://arxiv.org/abs/2501.11873.
     """
-    num_experts, dtype = probabilities.shape[-1], probabilities.dtype
+    return load_loss(
+        probabilities.sum(-2),
+        tokens_per_expert,
+        top_k=top_k,
+        num_tokens=num_tokens,
+        counted_tokens=counted_tokens,
+    )
+
+
+def load_loss(
+    p_sum: Tensor,
+    tokens_per_expert: Tensor,
+    *,
+    top_k: int,
+    num_tokens: Tensor | int,
+    counted_tokens: Tensor | int | None = None,
+) -> Tensor:
+    """`aux_loss` from p_sum (..., E), the sum of the probabilities over the tokens."""
+    num_experts, dtype = p_sum.shape[-1], p_sum.dtype
     counted_tokens = num_tokens if counted_tokens is None else counted_tokens
     t_p, t_n = (
-        torch.as_tensor(t, device=probabilities.device).to(dtype).clamp_min(1)
+        torch.as_tensor(t, device=p_sum.device).to(dtype).clamp_min(1)
         for t in (num_tokens, counted_tokens)
     )  # in floating point: T^2 passes int32 at 46,341 tokens
-    load = (tokens_per_expert.to(dtype) * probabilities.sum(-2)).sum(-1)
+    load = (tokens_per_expert.to(dtype) * p_sum).sum(-1)
     return load * num_experts / (top_k * t_n * t_p)
 
 

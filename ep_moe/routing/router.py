@@ -12,7 +12,7 @@ from ep_moe.config import MoEConfig
 from ep_moe.replay import in_backward, once, recorded
 from ep_moe.routing import balance
 from ep_moe.routing.forced import forced_ids
-from ep_moe.routing.selection import Choice, choose, dense_probabilities, sanitize, weigh
+from ep_moe.routing.selection import select
 from ep_moe.types import Routing, RoutingStats
 
 
@@ -81,39 +81,35 @@ class Router(nn.Module):
         """Selection, losses and counts; no branch here depends on data, so every rank builds the
         same graph."""
         config = self.config
-        logits = sanitize(logits, config, padding_mask)
         shape = (len(logits), config.top_k)
-        choice = once(lambda: recorded(lambda: self._choose(logits, padding_mask), shape))
+        length = max(len(logits) if sequence_length is None else sequence_length, 1)
+        segments = len(logits) // length if config.aux_loss_scope == "sequence" else 1
+        forced = config.forced_routing != "none"
+        choice, routing, p_sum, z_sum = select(
+            logits,
+            config,
+            expert_bias=self.expert_bias,
+            padding_mask=padding_mask,
+            segments=segments if config.aux_loss_coef or config.z_loss_coef else None,
+            forced=forced_ids(len(logits), config, logits.device) if forced else None,
+            decide=lambda choose: once(lambda: recorded(choose, shape)),
+        )
         n = balance.count_tokens(choice.wanted, config.num_experts)
         self._count(n)
-        aux = z = logits.new_zeros(())
-        is_token = None if padding_mask is None else ~padding_mask
+        aux = z = logits.new_zeros((), dtype=routing.gate_weights.dtype)
         if config.aux_loss_coef:
-            p = dense_probabilities(logits, config)
-            p = p if is_token is None else p * is_token[:, None]
             scope = {
                 "micro_batch": self._micro_batch,
                 "sequence": self._sequence,
                 "global": self._global,
             }
-            aux = scope[config.aux_loss_scope](p, choice.wanted, n, sequence_length)
+            aux = scope[config.aux_loss_scope](p_sum, choice.wanted, n)
         if config.z_loss_coef:
-            z = balance.z_loss(logits, is_token=is_token)
+            tokens = len(logits) if padding_mask is None else (~padding_mask).sum()
+            z = z_sum.sum() / torch.as_tensor(tokens).clamp_min(1)
         dropped = n.sum() - choice.kept.sum()
         losses = aux * config.aux_loss_coef, z * config.z_loss_coef
-        return weigh(logits, choice, config), RoutingStats(n, dropped, *losses)
-
-    @torch.no_grad()
-    def _choose(self, logits: Tensor, padding_mask: Tensor | None) -> Choice:
-        forced = self.config.forced_routing != "none"
-        given = forced_ids(len(logits), self.config, logits.device) if forced else None
-        return choose(
-            logits,
-            self.config,
-            expert_bias=self.expert_bias,
-            padding_mask=padding_mask,
-            given=given,
-        )
+        return routing, RoutingStats(n, dropped, *losses)
 
     def _count(self, n: Tensor) -> None:
         """Not in evaluation, and not a second time when a checkpoint recomputes."""
@@ -121,27 +117,23 @@ class Router(nn.Module):
             before = 0 if self.tokens_since_step is None else self.tokens_since_step.to(n.device)
             self.tokens_since_step = before + n
 
-    def _micro_batch(self, p: Tensor, wanted: Tensor, n: Tensor, _: int | None) -> Tensor:
+    def _micro_batch(self, p_sum: Tensor, wanted: Tensor, n: Tensor) -> Tensor:
         """Balance among the tokens of this call on this rank."""
         tokens = (wanted[:, 0] >= 0).sum()
-        return balance.aux_loss(p, n, top_k=self.config.top_k, num_tokens=tokens)
+        return balance.load_loss(p_sum[0], n, top_k=self.config.top_k, num_tokens=tokens)
 
-    def _sequence(
-        self, p: Tensor, wanted: Tensor, n: Tensor, sequence_length: int | None
-    ) -> Tensor:
+    def _sequence(self, p_sum: Tensor, wanted: Tensor, n: Tensor) -> Tensor:
         """Balance within each sequence; sum over this rank's, times ranks / all ranks' sequences:
         the mean over ranks depends neither on their number nor on micro-batching."""
-        length = max(len(p) if sequence_length is None else sequence_length, 1)
-        sequences = len(p) // length
-        wanted_BLK = wanted.view(sequences, length, wanted.shape[1])
-        p_BLE = p.view(sequences, length, p.shape[1])
+        length = len(wanted) // max(len(p_sum), 1)
+        wanted_BLK = wanted.view(len(p_sum), length, wanted.shape[1])
         tokens_B = (wanted_BLK[..., 0] >= 0).sum(dim=1)
         n_BE = balance.count_tokens(wanted_BLK, self.config.num_experts)
-        per_sequence = balance.aux_loss(p_BLE, n_BE, top_k=self.config.top_k, num_tokens=tokens_B)
+        per_sequence = balance.load_loss(p_sum, n_BE, top_k=self.config.top_k, num_tokens=tokens_B)
         all_sequences = once(lambda: self.reduce((tokens_B > 0).sum())).clamp_min(1)
         return per_sequence.sum() * self.num_ranks / all_sequences
 
-    def _global(self, p: Tensor, wanted: Tensor, n: Tensor, _: int | None) -> Tensor:
+    def _global(self, p_sum: Tensor, wanted: Tensor, n: Tensor) -> Tensor:
         """Balance over all ranks and, when counting, the accumulation steps so far; the mean of the
         ranks' values is the global loss, for uneven and empty ranks too. Evaluation between two
         steps is no part of them."""
@@ -150,8 +142,8 @@ class Router(nn.Module):
         local = torch.cat([counted, (wanted[:, :1] >= 0).sum(dim=0)])
         total = once(lambda: self.reduce(local))
         n_all, tokens = total[:-1], total[-1]
-        loss = balance.aux_loss(
-            p,
+        loss = balance.load_loss(
+            p_sum[0],
             n_all,
             top_k=self.config.top_k,
             num_tokens=tokens,

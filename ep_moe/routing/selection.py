@@ -1,18 +1,13 @@
-"""From logits to ids and gate weights, with one answer for every input on every device.
+"""Selection with its gradient: what a token goes to, from logits or from a choice made before."""
 
-`torch.topk` is unspecified on ties and differs between CPU and CUDA, and bf16 logits tie often. So
-selection sorts integer keys that order like the floats, stably: NaN greatest, -0 equal to +0, ties
-to the lowest id, and lanes that may not be chosen below -inf, where no float could put them.
-"""
-
-import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.autograd.function import once_differentiable
 
+from ep_moe import ops
 from ep_moe.config import SelectionConfig
 from ep_moe.errors import InputError
 from ep_moe.routing.capacity import admit
@@ -64,7 +59,7 @@ def select_experts(
 
     logits (T,E) of any float dtype; expert_bias (E,) takes part in the choice only; padding_mask
     (T,) bool, True = not a token -> Routing, ids by (key descending, id ascending), weights fp32
-    (fp64 for fp64 logits).
+    (fp64 for fp64 logits). With capacities, ids of dropped choices are -1.
 
     The key is the logit, as long as it orders like the score: without a bias and with group_score
     max. Otherwise it is the fp32 score (+ bias). ids of real tokens are valid, distinct and
@@ -85,10 +80,7 @@ def select_experts(
         got = f"{padding_mask.dtype} of shape {tuple(padding_mask.shape)}"
         raise InputError("padding_mask", got, f"torch.bool of shape ({len(logits)},)")
     config.check_experts(logits.shape[1])
-    logits = sanitize(logits, config, padding_mask)
-    with torch.no_grad():
-        choice = choose(logits, config, expert_bias=expert_bias, padding_mask=padding_mask)
-    return weigh(logits, choice, config)
+    return select(logits, config, expert_bias=expert_bias, padding_mask=padding_mask).routing
 
 
 class Choice(NamedTuple):
@@ -104,137 +96,111 @@ class Choice(NamedTuple):
     kept: Tensor
 
 
-def choose(
+class Selection(NamedTuple):
+    """choice, and differentiable in the logits: the gate weights in `routing`, and p_sum and z_sum
+    as in `ops.Selected`."""
+
+    choice: Choice
+    routing: Routing
+    p_sum: Tensor | None
+    z_sum: Tensor | None
+
+
+def select(
     logits: Tensor,
     config: SelectionConfig,
     *,
     expert_bias: Tensor | None = None,
     padding_mask: Tensor | None = None,
-    given: Tensor | None = None,
-) -> Choice:
-    """logits (T,E), sanitized -> who goes where; `given` ids (T,K) replace the selection."""
-    ranked = _rank(logits, config, expert_bias)
-    wanted = ranked[:, : config.top_k] if given is None else given.long()
-    if padding_mask is not None:
-        wanted = wanted.masked_fill(padding_mask[:, None], -1)
-    ids, kept = wanted, wanted >= 0
-    if config.capacity_factor is not None:
-        tokens = len(logits) if padding_mask is None else (~padding_mask).sum()
-        scores = SCORING[config.scoring_func].score(logits)
-        ids, kept, _, _ = admit(wanted, scores, ranked, config, num_tokens=tokens)
-    return Choice(wanted.int(), ids.int(), kept)
+    segments: int | None = None,
+    forced: Tensor | None = None,
+    decide: Callable[[Callable[[], Choice]], Choice] = lambda choose: choose(),
+) -> Selection:
+    """logits (T,E) -> Selection.
 
-
-def weigh(logits: Tensor, choice: Choice, config: SelectionConfig) -> Routing:
-    """Gate weights of a choice, 0 and id -1 where it was not kept."""
-    weights = gate_weights(logits, choice.ids.long().clamp_min(0), choice.kept, config)
-    return Routing(choice.ids.masked_fill(~choice.kept, -1), weights)
-
-
-def sanitize(logits: Tensor, config: SelectionConfig, padding_mask: Tensor | None) -> Tensor:
-    """fp32 (fp64) logits in which padding, and under nan_policy uniform the rows without a softmax,
-    are all zero."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    dropped = padding_mask
-    if config.nan_policy == "uniform":
-        top = logits.detach().amax(dim=1)  # NaN if any is NaN
-        broken = ~top.isfinite()
-        dropped = broken if dropped is None else dropped | broken
-    return logits if dropped is None else logits.masked_fill(dropped[:, None], 0.0)
-
-
-def gate_weights(logits: Tensor, ids: Tensor, kept: Tensor, config: SelectionConfig) -> Tensor:
-    """Final weights of the chosen experts, 0 where not kept; differentiable in the logits.
-
-    logits (T,E), ids (T,K) int64 in [0,E), kept (T,K) bool -> (T,K). Renormalising is a softmax of
-    the chosen log-scores: it needs no other logit, and a sum of underflowing sigmoids is not 0/0.
+    forced (T,K): the choice before capacities. decide(choose) returns choose() or, for a
+    recomputation or a replayed record, a choice made before. Choosing and weighing are one launch.
     """
-    scoring = SCORING[config.scoring_func]
-    log_scores = scoring.log_score(logits.gather(1, ids))
-    if config.renormalize:
-        weights = log_scores.softmax(dim=1)
-    else:
-        weights = scoring.score(logits).gather(1, ids)
-    if config.renormalize_after_drop:
-        # A row that lost all, or all but logits of -inf, has no softmax of what remains.
-        weighs = kept & (log_scores.detach() > -torch.inf)
-        gone = ~kept & weighs.any(dim=1, keepdim=True)
-        remaining = log_scores.masked_fill(gone, -torch.inf).softmax(dim=1)
-        weights = remaining * weights.sum(dim=1, keepdim=True)
-    if config.scoring_func == "softmax":
-        # A row without a softmax has no weights, whatever was chosen.
-        broken = ~logits.detach().amax(dim=1, keepdim=True).isfinite()
-        weights = weights.masked_fill(broken, torch.nan)
-    return (weights * config.routed_scaling_factor).masked_fill(~kept, 0.0)
+    selected: ops.Selected | None = None
+    options: dict[str, Any] = {"padding_mask": padding_mask, "segments": segments}
+
+    def choose() -> Choice:
+        nonlocal selected
+        if config.capacity_factor is None and forced is None:
+            selected = ops.select(logits.detach(), config, expert_bias=expert_bias, **options)
+            return Choice(selected.ids, selected.ids, selected.ids >= 0)
+        ranked = ops.rank(logits.detach(), config, expert_bias, padding_mask)
+        wanted = ranked[:, : config.top_k] if forced is None else forced.long()
+        if padding_mask is not None:
+            wanted = wanted.masked_fill(padding_mask[:, None], -1)
+        ids, kept = wanted, wanted >= 0
+        if config.capacity_factor is not None:
+            tokens = len(logits) if padding_mask is None else (~padding_mask).sum()
+            scores = ops.SCORING[config.scoring_func].score(
+                ops.sanitize(logits.detach(), config, padding_mask)
+            )
+            ids, kept, _, _ = admit(wanted, scores, ranked, config, num_tokens=tokens)
+        return Choice(wanted.int(), ids.int(), kept)
+
+    choice = decide(choose)
+    free = selected is not None
+    if selected is None:
+        selected = ops.select(logits.detach(), config, given=choice.ids, **options)
+    weights, p_sum, z_sum = _Select.apply(logits, selected, config, padding_mask)
+    ids = choice.ids
+    if not free:
+        if config.renormalize_after_drop:
+            weights = _spread(ops.sanitize(logits, config, padding_mask), choice, weights, config)
+        weights, ids = weights.masked_fill(~choice.kept, 0.0), ids.masked_fill(~choice.kept, -1)
+    return Selection(choice, Routing(ids, weights), p_sum, z_sum)
 
 
-def dense_probabilities(logits: Tensor, config: SelectionConfig) -> Tensor:
-    """p (T,E) of the balance loss: the scores over their sum; never biased, rows sum to 1."""
-    return SCORING[config.scoring_func].log_score(logits).softmax(dim=1)
-
-
-class Scoring(NamedTuple):
-    """score: (T,E) logits -> (T,E); log_score: its logarithm, up to a constant per row."""
-
-    score: Callable[[Tensor], Tensor]
-    log_score: Callable[[Tensor], Tensor]
-
-
-def _log_sqrtsoftplus(logits: Tensor) -> Tensor:
-    """log(softplus(x)) / 2, where softplus underflows: x / 2"""
-    # softplus(x) = exp(x) (1 - exp(x) / 2 + ...): exp(x) alone, once that is below the rounding
-    low = logits < math.log(torch.finfo(logits.dtype).eps)
-    softplus = F.softplus(logits.masked_fill(low, 0.0), threshold=40)  # 20 is rough for fp64
-    return torch.where(low, logits, softplus.log()) / 2
-
-
-SCORING = {
-    "softmax": Scoring(lambda logits: logits.softmax(dim=1), lambda logits: logits),
-    "sigmoid": Scoring(torch.sigmoid, F.logsigmoid),
-    "sqrtsoftplus": Scoring(lambda logits: _log_sqrtsoftplus(logits).exp(), _log_sqrtsoftplus),
-}
-
-
-def order_key(scores: Tensor) -> Tensor:
-    """int32 (int64 for fp64) that order like the floats: NaN greatest, -0 = +0, and the least
-    integer left free.
-
-    [-inf, -0., 0., 1., inf, nan] -> strictly increasing but for the two zeros, all above iinfo.min
-    """
-    as_int, mask = (
-        (torch.int64, 0x7FFF_FFFF_FFFF_FFFF)
-        if scores.dtype == torch.float64
-        else (torch.int32, 0x7FFF_FFFF)
+def _spread(logits: Tensor, choice: Choice, weights: Tensor, config: SelectionConfig) -> Tensor:
+    """The sum of a token's weights, over those of its choices that were kept."""
+    log_scores = ops.SCORING[config.scoring_func].log_score(
+        logits.gather(1, choice.ids.long().clamp_min(0))
     )
-    bits = (scores + 0.0).view(as_int)  # -0 + 0 = +0
-    key = torch.where(bits < 0, bits ^ mask, bits)
-    return key.masked_fill(scores.isnan(), mask)
+    # A row that lost all, or all but logits of -inf, has no softmax of what remains.
+    weighs = choice.kept & (log_scores.detach() > -torch.inf)
+    gone = ~choice.kept & weighs.any(dim=1, keepdim=True)
+    remaining = log_scores.masked_fill(gone, -torch.inf).softmax(dim=1)
+    return remaining * weights.sum(dim=1, keepdim=True)
 
 
-def _rank(logits: Tensor, config: SelectionConfig, expert_bias: Tensor | None) -> Tensor:
-    """(T,E) fp32 or fp64 -> (T,C) int64: the experts of the kept groups, best first"""
-    tokens, num_experts = logits.shape
-    groups, in_group = config.num_expert_group, num_experts // config.num_expert_group
-    scores = logits
-    if expert_bias is not None or config.group_score == "top2_sum":
-        scores = SCORING[config.scoring_func].score(logits)
-        if expert_bias is not None:
-            scores = scores + expert_bias
-    key = order_key(scores)
-    if groups > 1:
-        key_TGP = key.view(tokens, groups, in_group)
-        if config.group_score == "max":
-            group_key = key_TGP.amax(dim=2)
-        else:
-            best = _descending(key_TGP)[..., :2]
-            group_key = order_key(scores.view_as(key_TGP).gather(2, best).sum(dim=2))
-        kept = _descending(group_key)[:, : config.topk_group]
-        dropped = torch.ones_like(group_key, dtype=torch.bool).scatter_(1, kept, False)
-        below_all = torch.iinfo(key.dtype).min
-        key = key_TGP.masked_fill(dropped[..., None], below_all).view(tokens, num_experts)
-    return _descending(key)[:, : config.topk_group * in_group]
+class _Select(torch.autograd.Function):
+    """Gives what `ops.select` computed its gradient."""
 
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        selected: ops.Selected,
+        config: SelectionConfig,
+        padding_mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        ctx.config, ctx.num_experts, ctx.dtype = config, logits.shape[1], logits.dtype
+        ids, weights, p_sum, z_sum, chosen_logits = selected
+        segments = None if p_sum is None else len(p_sum)
+        kept_logits = logits if ops.needs_logits(logits, config, segments) else None
+        ctx.save_for_backward(ids, weights, chosen_logits, kept_logits, padding_mask)
+        return weights, p_sum, z_sum
 
-def _descending(key: Tensor) -> Tensor:
-    """Indices by (key descending, index ascending) along the last dimension."""
-    return key.sort(dim=-1, descending=True, stable=True).indices
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, d_weights: Tensor, d_p_sum: Tensor | None, d_z_sum: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        ids, weights, chosen_logits, logits, padding_mask = ctx.saved_tensors
+        with torch.profiler.record_function("ep_moe.route_backward"):
+            d_logits = ops.select_backward(
+                d_weights,
+                d_p_sum,
+                d_z_sum,
+                selected=ops.Selected(ids, weights, None, None, chosen_logits),
+                logits=logits,
+                num_experts=ctx.num_experts,
+                dtype=ctx.dtype,
+                config=ctx.config,
+                padding_mask=padding_mask,
+            )
+        return d_logits, None, None, None

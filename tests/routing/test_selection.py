@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ep_moe import InputError, SelectionConfig, oracle, select_experts
-from ep_moe.routing.selection import order_key
+from ep_moe.ops.select import order_key
 from tests.helpers import NOT_POWERS_OF_TWO
 
 INF, NAN = math.inf, math.nan

@@ -1,0 +1,142 @@
+"""Order slots by expert: a stable counting sort in three launches, without atomics.
+
+Blocks of BLOCK slots are counted, the counts are summed over the blocks before, and each slot finds
+its place: where its expert starts, plus its equals in earlier blocks, plus those before it in its
+own, found by comparing all pairs of a block.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 512
+PAIRS = 32  # of a block, compared with all of it at a time
+SCANNED = 256  # blocks at a time
+COLUMNS = 16
+
+
+def count(ids: Tensor, num_experts: int) -> Tensor:
+    """(blocks, E) int32: how often each expert stands in each block of flat ids; -1 counts nowhere."""
+    slots = ids.numel()
+    blocks = triton.cdiv(slots, BLOCK)
+    counts = torch.empty(blocks, num_experts, dtype=torch.int32, device=ids.device)
+    if blocks:
+        _count[(blocks,)](
+            ids,
+            counts,
+            slots,
+            E=num_experts,
+            BINS=max(triton.next_power_of_2(num_experts + 1), 32),
+            BLOCK=BLOCK,
+        )
+    return counts
+
+
+def pack(local_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(A,K) int32, -1 = none -> arrived_of_packed and choice_of_packed, (A K,) of which the first
+    offsets[-1] are written, packed_of_arrived (A,K) and offsets (E+1,), all int32."""
+    local_ids = local_ids.contiguous()
+    rows, top_k = local_ids.shape
+    slots = rows * top_k
+    arrived, choice = (local_ids.new_empty(slots) for _ in range(2))
+    packed = torch.empty_like(local_ids)
+    if not slots:
+        return arrived, choice, packed, local_ids.new_zeros(num_experts + 1)
+    offsets = local_ids.new_empty(num_experts + 1)
+    before = count(local_ids, num_experts)
+    totals = local_ids.new_empty(num_experts)
+    _sum_blocks[(triton.cdiv(num_experts, COLUMNS),)](
+        before, totals, len(before), E=num_experts, SCANNED=SCANNED, COLUMNS=COLUMNS
+    )
+    _place[(len(before),)](
+        local_ids,
+        before,
+        totals,
+        arrived,
+        choice,
+        packed,
+        offsets,
+        slots,
+        E=num_experts,
+        K=top_k,
+        EXPERTS=triton.next_power_of_2(num_experts),
+        BLOCK=BLOCK,
+        PAIRS=PAIRS,
+        num_warps=8,
+    )
+    return arrived, choice, packed, offsets
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _count(ids, counts, slots, E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    block = tl.program_id(0)
+    slot = block * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(ids + slot, mask=slot < slots, other=-1)
+    bins = tl.histogram(tl.where(expert < 0, E, expert).to(tl.int32), BINS)
+    expert_of_bin = tl.arange(0, BINS)
+    at = counts + block.to(tl.int64) * E + expert_of_bin
+    tl.store(at, bins, mask=expert_of_bin < E)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _sum_blocks(
+    counts, totals, blocks, E: tl.constexpr, SCANNED: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """In place: each block's counts become those of all blocks before it."""
+    expert = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([COLUMNS], tl.int32)
+    for first in range(0, blocks, SCANNED):
+        block = first + tl.arange(0, SCANNED)
+        at = counts + block[:, None].to(tl.int64) * E + expert[None, :]
+        inside = (block[:, None] < blocks) & (expert[None, :] < E)
+        n = tl.load(at, mask=inside, other=0)
+        tl.store(at, total[None, :] + tl.cumsum(n, 0) - n, mask=inside)
+        total += tl.sum(n, 0)
+    tl.store(totals + expert, total, mask=expert < E)
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _place(
+    ids,
+    before,
+    totals,
+    arrived_of_packed,
+    choice_of_packed,
+    packed_of_arrived,
+    offsets,
+    slots,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    block = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS)
+    n = tl.load(totals + expert, mask=expert < E, other=0)
+    ends = tl.cumsum(n, 0)
+    if block == 0:
+        tl.store(offsets, 0)
+        tl.store(offsets + 1 + expert, ends, mask=expert < E)
+    mine = before + block.to(tl.int64) * E
+    start = ends - n + tl.load(mine + expert, mask=expert < E, other=0)
+    tl.store(mine + expert, start, mask=expert < E)
+    tl.debug_barrier()  # read again below, by other threads
+
+    place = tl.arange(0, BLOCK)
+    slot = block * BLOCK + place
+    id = tl.load(ids + slot, mask=slot < slots, other=-1)
+    rank = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, BLOCK, PAIRS):
+        other = first + tl.arange(0, PAIRS)
+        other_id = tl.load(
+            ids + block * BLOCK + other, mask=block * BLOCK + other < slots, other=-1
+        )
+        earlier = (other_id[:, None] == id[None, :]) & (other[:, None] < place[None, :])
+        rank += tl.sum(earlier.to(tl.int32), 0)  # threads stand along dimension 1: no exchange
+    here = id >= 0
+    packed = tl.load(mine + id, mask=here, other=0) + rank
+    tl.store(packed_of_arrived + slot, tl.where(here, packed, -1), mask=slot < slots)
+    tl.store(arrived_of_packed + packed, slot // K, mask=here)
+    tl.store(choice_of_packed + packed, slot % K, mask=here)

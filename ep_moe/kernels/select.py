@@ -1,0 +1,590 @@
+"""Grouped top-k, forward and backward: one launch each, one warp a token, registers only.
+
+A row of logits is cut into chunks, vectors of LANES with one logit a lane. A group of P experts has
+J = ceil(P / LANES) chunks. What combines chunks is written out over tuples and stays in a lane;
+what combines lanes is a reduction over integers, which is one instruction on a warp.
+
+The keys are int32 that order like the floats (`ops.select.order_key`); LEAST is below that of -inf.
+To pick, every lane sorts what it has of the kept groups; a pick is then the greatest head of a
+lane, of equals the one with the lowest id.
+
+Measured, H200, E=256, 8 groups, 4 kept, K=8 (benchmarks/NOTES.md): two or four tokens a program lose
+a quarter at every number of tokens; so do persistent programs.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LEAST = tl.constexpr(-(2**31))
+GREATEST = tl.constexpr(2**31 - 1)
+MINUS_INF = tl.constexpr(float("-inf"))
+
+WARP = 32
+PROGRAMS_PER_SM = 24  # of a launch that sums over tokens: each leaves a partial sum
+
+
+class Sums(NamedTuple):
+    """Over the tokens of each segment; partial, one row per program that summed."""
+
+    p: Tensor  # (segments, programs, E) fp32
+    z: Tensor  # (segments, programs) fp32
+
+
+def select_forward(
+    logits: Tensor,
+    *,
+    expert_bias: Tensor | None,
+    padding_mask: Tensor | None,
+    given: Tensor | None,
+    top_k: int,
+    groups: int,
+    kept_groups: int,
+    top2_sum: bool,
+    scoring_func: str,
+    renormalize: bool,
+    scale: float,
+    uniform: bool,
+    segments: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Sums | None]:
+    """logits (T,E) fp32, bf16 or fp16 -> ids (T,K) int32, gate weights (T,K) fp32, the logits of the
+    chosen (T,K) fp32, and with `segments` (of T / segments tokens each) what the losses sum.
+
+    given (T,K) int32, all valid: weigh these instead of choosing.
+    """
+    tokens, num_experts = logits.shape
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
+    weights, chosen = (
+        torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device) for _ in range(2)
+    )
+    sums, grid, length = None, (tokens, 1), tokens
+    if segments is not None:
+        length = tokens // segments
+        programs = max(min(length, -(-PROGRAMS_PER_SM * _num_sms(logits.device) // segments)), 1)
+        sums = Sums(
+            torch.empty(segments, programs, num_experts, dtype=torch.float32, device=logits.device),
+            torch.empty(segments, programs, dtype=torch.float32, device=logits.device),
+        )
+        grid = (programs, segments)
+    if 0 not in grid:
+        _select_forward[grid](
+            logits,
+            expert_bias,
+            _as_bytes(padding_mask),
+            given,
+            ids,
+            weights,
+            chosen,
+            None if sums is None else sums.p,
+            None if sums is None else sums.z,
+            logits.stride(0),
+            length,
+            scale,
+            E=num_experts,
+            K=top_k,
+            GROUPS=groups,
+            KEPT=kept_groups,
+            TOP2=top2_sum,
+            SCORING=scoring_func,
+            RENORMALIZE=renormalize,
+            UNIFORM=uniform,
+            LANES=max(WARP, *map(triton.next_power_of_2, (top_k, groups))),
+            num_warps=1,
+        )
+    return ids, weights, chosen, sums
+
+
+def select_backward(
+    d_weights: Tensor,
+    d_p_sum: Tensor | None,
+    d_z_sum: Tensor | None,
+    logits: Tensor | None,
+    padding_mask: Tensor | None,
+    ids: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    *,
+    num_experts: int,
+    dtype: torch.dtype,
+    scoring_func: str,
+    renormalize: bool,
+    scale: float,
+    uniform: bool,
+) -> Tensor:
+    """-> d_logits (T,E) of `dtype`. d_p_sum (segments,E) and d_z_sum (segments,) come together;
+    `logits` are needed with them, for a softmax that is not renormalised, and with `uniform`.
+    """
+    tokens, top_k = ids.shape
+    d_logits = torch.empty(tokens, num_experts, dtype=dtype, device=ids.device)
+    if logits is not None and logits.stride(1) != 1:
+        logits = logits.contiguous()
+    if tokens:
+        _select_backward[(tokens,)](
+            d_weights.contiguous(),
+            d_p_sum,
+            d_z_sum,
+            logits,
+            _as_bytes(padding_mask),
+            ids,
+            weights,
+            chosen,
+            d_logits,
+            0 if logits is None else logits.stride(0),
+            max(tokens if d_p_sum is None else tokens // len(d_p_sum), 1),
+            1.0 / scale if scale else 0.0,
+            E=num_experts,
+            K=top_k,
+            SCORING=scoring_func,
+            RENORMALIZE=renormalize,
+            UNIFORM=uniform,
+            EXPERTS=triton.next_power_of_2(num_experts),
+            CHOICES=triton.next_power_of_2(top_k),
+            num_warps=1 if num_experts <= 1024 else 4,
+        )
+    return d_logits
+
+
+def _as_bytes(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.contiguous().view(torch.uint8)
+
+
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":  # the interpreter
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit(do_not_specialize=["stride", "tokens", "scale"])
+def _select_forward(
+    logits,
+    expert_bias,
+    padding_mask,
+    given,
+    ids_out,
+    weights_out,
+    chosen_out,
+    p_out,
+    z_out,
+    stride,
+    tokens,
+    scale,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    TOP2: tl.constexpr,
+    SCORING: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Grid (tokens, 1); or with sums (programs, segments), each segment of `tokens` rows."""
+    program, segment = tl.program_id(0), tl.program_id(1)
+    if p_out is None:
+        _, _, _, _ = _select_row(
+            program.to(tl.int64), logits, expert_bias, padding_mask, given, ids_out, weights_out,
+            chosen_out, stride, scale, E, K, GROUPS, KEPT, TOP2, SCORING, RENORMALIZE, UNIFORM, False,
+            LANES,
+        )  # fmt: skip
+    else:
+        lane = tl.arange(0, LANES)
+        chunks: tl.constexpr = GROUPS * ((E // GROUPS + LANES - 1) // LANES)
+        p_sum = ()
+        for _ in tl.static_range(chunks):
+            p_sum = p_sum + (tl.zeros([LANES], tl.float32),)
+        z_sum = 0.0
+        for i in range(program, tokens, tl.num_programs(0)):
+            xs, top, total, live = _select_row(
+                segment.to(tl.int64) * tokens + i, logits, expert_bias, padding_mask, given, ids_out,
+                weights_out, chosen_out, stride, scale, E, K, GROUPS, KEPT, TOP2, SCORING, RENORMALIZE,
+                UNIFORM, True, LANES,
+            )  # fmt: skip
+            log_sum = top + tl.log(total)
+            z_sum += tl.where(live, log_sum * log_sum, 0.0)
+            if SCORING != "softmax":
+                log_scores = ()
+                for c in tl.static_range(chunks):
+                    log_scores = log_scores + (_log_score(xs[c], SCORING),)
+                xs = log_scores
+                top, total = _softmax_parts(xs)
+            new_sum = ()
+            for c in tl.static_range(chunks):
+                p = _exp(xs[c] - top) / total
+                new_sum = new_sum + (p_sum[c] + tl.where(live, p, 0.0),)
+            p_sum = new_sum
+        out = segment * tl.num_programs(0) + program
+        for c in tl.static_range(chunks):
+            first, count = _chunk(c, E, GROUPS, LANES)
+            tl.store(p_out + out * E + first + lane, p_sum[c], mask=lane < count)
+        tl.store(z_out + out, z_sum)
+
+
+@triton.jit
+def _select_row(
+    row,
+    logits,
+    expert_bias,
+    padding_mask,
+    given,
+    ids_out,
+    weights_out,
+    chosen_out,
+    stride,
+    scale,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    TOP2: tl.constexpr,
+    SCORING: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    SUMS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """One token -> its logits in chunks, their maximum, the sum of exp(x - maximum), and whether it
+    is no padding."""
+    J: tl.constexpr = (E // GROUPS + LANES - 1) // LANES
+    SCORE_KEY: tl.constexpr = TOP2 or expert_bias is not None
+    DENSE: tl.constexpr = SUMS or (SCORING == "softmax" and (SCORE_KEY or not RENORMALIZE))
+    lane = tl.arange(0, LANES)
+    live = True
+    if padding_mask is not None:
+        live = tl.load(padding_mask + row) == 0
+    xs = ()
+    for c in tl.static_range(GROUPS * J):
+        first, count = _chunk(c, E, GROUPS, LANES)
+        x = tl.load(logits + row * stride + first + lane, mask=lane < count, other=MINUS_INF)
+        xs = xs + (x.to(tl.float32),)
+    level = not live  # all logits count as 0
+    if UNIFORM:
+        top, _ = _softmax_parts(xs)
+        level = level | ~(tl.abs(top) < float("inf"))
+    if UNIFORM or padding_mask is not None:
+        zeroed = ()
+        for c in tl.static_range(GROUPS * J):
+            first, count = _chunk(c, E, GROUPS, LANES)
+            zeroed = zeroed + (tl.where(level & (lane < count), 0.0, xs[c]),)
+        xs = zeroed
+    top = 0.0
+    total = 1.0
+    if DENSE:
+        top, total = _softmax_parts(xs)
+
+    picked = lane < K
+    if given is None:
+        keys = ()
+        experts = ()
+        for c in tl.static_range(GROUPS * J):
+            first, count = _chunk(c, E, GROUPS, LANES)
+            key = xs[c]
+            if SCORE_KEY:
+                key = _score(key, top, total, SCORING)
+            if expert_bias is not None:
+                key += tl.load(expert_bias + first + lane, mask=lane < count, other=0.0)
+            keys = keys + (tl.where(lane < count, _order_key(key), LEAST),)
+            experts = experts + (first + lane,)
+        if KEPT < GROUPS:
+            scores = _group_scores(keys, lane, GROUPS, TOP2, E // GROUPS)
+            kept = _kept_groups(scores, lane, KEPT)
+            kept_keys = ()
+            kept_experts = ()
+            for c in tl.static_range(KEPT * J):
+                key = keys[c]
+                for g in tl.static_range(c // J + 1, c // J + GROUPS - KEPT + 1):
+                    key = tl.where(kept[c // J] == g, keys[g * J + c % J], key)
+                kept_keys = kept_keys + (key,)
+                kept_experts = kept_experts + (kept[c // J] * (E // GROUPS) + c % J * LANES + lane,)
+            keys = kept_keys
+            experts = kept_experts
+        ids, key = _pick(keys, experts, lane, K)
+        if SCORE_KEY:
+            x = tl.load(logits + row * stride + ids, mask=picked, other=0.0).to(tl.float32)
+            x = tl.where(level, 0.0, x)
+        else:
+            x = _from_key(key)
+    else:
+        ids = tl.load(given + row * K + lane, mask=picked, other=0)
+        x = tl.load(logits + row * stride + ids, mask=picked, other=0.0).to(tl.float32)
+        x = tl.where(level, 0.0, x)
+
+    x = tl.where(picked, x, MINUS_INF)
+    if RENORMALIZE:
+        log_score = _log_score(x, SCORING)
+        best = _from_key(tl.max(_order_key(log_score)))
+        weight = tl.where(picked, _exp(log_score - best), 0.0)
+        weight = weight / tl.sum(weight)
+    else:
+        weight = _score(x, top, total, SCORING)
+    out = row * K + lane
+    tl.store(ids_out + out, tl.where(live, ids, -1), mask=picked)
+    tl.store(weights_out + out, tl.where(live, weight * scale, 0.0), mask=picked)
+    tl.store(chosen_out + out, x, mask=picked)
+    return xs, top, total, live
+
+
+@triton.jit
+def _chunk(c: tl.constexpr, E: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr):
+    """(first expert, number of experts, where lanes beyond it are idle) of a chunk."""
+    P: tl.constexpr = E // GROUPS
+    J: tl.constexpr = (P + LANES - 1) // LANES
+    return c // J * P + c % J * LANES, P - c % J * LANES
+
+
+@triton.jit
+def _order_key(x):
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0 + 0 = +0
+    return tl.where(x != x, GREATEST, bits ^ ((bits >> 31) & GREATEST))
+
+
+@triton.jit
+def _from_key(key):
+    return (key ^ ((key >> 31) & GREATEST)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _fold_max(chunks):
+    best = chunks[0]
+    for c in tl.static_range(1, len(chunks)):
+        best = tl.maximum(best, chunks[c])
+    return best
+
+
+@triton.jit
+def _group_scores(keys, lane, GROUPS: tl.constexpr, TOP2: tl.constexpr, GROUP_SIZE: tl.constexpr):
+    """The key of each group's score, a tuple of scalars: its greatest, or the sum of its two
+    greatest."""
+    J: tl.constexpr = len(keys) // GROUPS
+    bests = ()
+    for g in tl.static_range(GROUPS):
+        bests = bests + (tl.max(_fold_max(keys[g * J : (g + 1) * J])),)
+    if not TOP2 or GROUP_SIZE == 1:
+        return bests
+    best = tl.where(lane < 0, 0, LEAST)  # lane g adds for group g
+    second = best
+    for g in tl.static_range(GROUPS):
+        below = ()
+        copies = tl.zeros_like(lane)
+        for c in tl.static_range(g * J, (g + 1) * J):
+            below = below + (tl.where(keys[c] == bests[g], LEAST, keys[c]),)
+            copies += (keys[c] == bests[g]).to(tl.int32)
+        next_best = tl.where(tl.sum(copies) > 1, bests[g], tl.max(_fold_max(below)))
+        best = tl.where(lane == g, bests[g], best)
+        second = tl.where(lane == g, next_best, second)
+    sums = _order_key(_from_key(best) + _from_key(second))
+    scores = ()
+    for g in tl.static_range(GROUPS):
+        scores = scores + (tl.max(tl.where(lane == g, sums, LEAST)),)
+    return scores
+
+
+@triton.jit
+def _kept_groups(scores, lane, KEPT: tl.constexpr):
+    """The numbers of the KEPT best groups, of equals the first, in ascending order: scalars."""
+    mine = tl.where(lane < 0, 0, LEAST)
+    for g in tl.static_range(len(scores)):
+        mine = tl.where(lane == g, scores[g], mine)
+    rank = tl.zeros_like(lane)
+    for g in tl.static_range(len(scores)):
+        rank += ((scores[g] > mine) | ((scores[g] == mine) & (lane > g))).to(tl.int32)
+    kept = ()
+    for r in tl.static_range(KEPT):
+        kept = kept + (tl.min(tl.where(rank == r, lane, GREATEST)),)
+    for turn in tl.static_range(KEPT):
+        swapped = ()
+        for i in tl.static_range(KEPT):
+            if i % 2 == turn % 2 and i + 1 < KEPT:
+                a, b = kept[i], kept[i + 1]
+                swapped = swapped + (tl.minimum(a, b), tl.maximum(a, b))
+            elif i % 2 == turn % 2 or i == 0:
+                swapped = swapped + (kept[i],)
+        kept = swapped
+    return kept
+
+
+@triton.jit
+def _sort_in_lanes(keys, experts):
+    """Each lane's keys in descending order, equal ones as they stood: odd-even transposition."""
+    for turn in tl.static_range(len(keys)):
+        new_keys = ()
+        new_experts = ()
+        for i in tl.static_range(len(keys)):
+            if i % 2 == turn % 2 and i + 1 < len(keys):
+                a, b = keys[i], keys[i + 1]
+                new_keys = new_keys + (tl.maximum(a, b), tl.minimum(a, b))
+                e, f = experts[i], experts[i + 1]
+                new_experts = new_experts + (tl.where(b > a, f, e), tl.where(b > a, e, f))
+            elif i % 2 == turn % 2 or i == 0:
+                new_keys = new_keys + (keys[i],)
+                new_experts = new_experts + (experts[i],)
+        keys = new_keys
+        experts = new_experts
+    return keys, experts
+
+
+@triton.jit
+def _pick(keys, experts, lane, K: tl.constexpr):
+    """The K best by (key descending, id ascending): id and key of the k-th in lane k."""
+    keys, experts = _sort_in_lanes(keys, experts)
+    ids = tl.zeros_like(lane)
+    chosen = tl.zeros_like(lane)
+    for k in tl.static_range(K):
+        best = tl.max(keys[0])
+        expert = tl.min(tl.where(keys[0] == best, experts[0], GREATEST))
+        ids = tl.where(lane == k, expert, ids)
+        chosen = tl.where(lane == k, best, chosen)
+        won = experts[0] == expert
+        new_keys = ()
+        new_experts = ()
+        for i in tl.static_range(1, len(keys)):
+            new_keys = new_keys + (tl.where(won, keys[i], keys[i - 1]),)
+            new_experts = new_experts + (tl.where(won, experts[i], experts[i - 1]),)
+        keys = new_keys + (tl.where(won, LEAST, keys[len(keys) - 1]),)
+        experts = new_experts + (experts[len(experts) - 1],)
+    return ids, chosen
+
+
+@triton.jit(do_not_specialize=["stride", "tokens", "inverse_scale"])
+def _select_backward(
+    d_weights,
+    d_p_sum,
+    d_z_sum,
+    logits,
+    padding_mask,
+    ids_in,
+    weights_in,
+    chosen_in,
+    d_logits,
+    stride,
+    tokens,
+    inverse_scale,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    SCORING: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHOICES: tl.constexpr,
+):
+    """Grid (T,). A dense row first, then the chosen over it. `tokens`: of a segment."""
+    DENSE: tl.constexpr = d_p_sum is not None or (SCORING == "softmax" and not RENORMALIZE)
+    row = tl.program_id(0).to(tl.int64)
+    expert, choice = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
+    live = True
+    if padding_mask is not None:
+        live = tl.load(padding_mask + row) == 0
+    of_row = row * K + choice
+    ids = tl.load(ids_in + of_row, mask=choice < K, other=-1)
+    chosen = ids >= 0
+    pull = tl.load(weights_in + of_row, mask=chosen, other=0.0)
+    share = pull * inverse_scale
+    pull *= tl.load(d_weights + of_row, mask=chosen, other=0.0)
+    all_pull = tl.sum(pull)
+    if RENORMALIZE:
+        pull -= share * all_pull
+    x = tl.load(chosen_in + of_row, mask=chosen, other=0.0)
+    pull *= _log_score_slope(x, SCORING)
+    dense = tl.zeros([EXPERTS], tl.float32)
+    if DENSE or UNIFORM:
+        xs = tl.load(logits + row * stride + expert, mask=expert < E, other=MINUS_INF).to(
+            tl.float32
+        )
+        top, total = _softmax_parts((xs,))
+        if UNIFORM:
+            live = live & (tl.abs(top) < float("inf"))
+            xs = tl.where(live, xs, 0.0)
+    if DENSE:
+        # The gradient of every logit x is slope(x) p(x) (pull_of_p - center) + level softmax(x).
+        level = 0.0
+        if SCORING == "softmax" and not RENORMALIZE:
+            level -= all_pull
+        center = 0.0
+        p_top, p_total = top, total
+        if d_p_sum is not None:
+            segment = row // tokens
+            log_sum = top + tl.log(total)
+            level += 2.0 * log_sum * tl.load(d_z_sum + segment)
+            if SCORING != "softmax":
+                p_top, p_total = _softmax_parts(
+                    (tl.where(expert < E, _log_score(xs, SCORING), MINUS_INF),)
+                )
+            weigh = tl.load(d_p_sum + segment * E + expert, mask=expert < E, other=0.0)
+            p = _exp(_log_score(xs, SCORING) - p_top) / p_total
+            center = tl.sum(tl.where(expert < E, p * weigh, 0.0))
+            dense = _log_score_slope(xs, SCORING) * p * (weigh - center)
+            p = _exp(_log_score(x, SCORING) - p_top) / p_total
+            weigh = tl.load(d_p_sum + segment * E + ids, mask=chosen, other=0.0)
+            pull += _log_score_slope(x, SCORING) * p * (weigh - center)
+        dense += level * _exp(xs - top) / total
+        pull += level * _exp(x - top) / total
+    out = d_logits + row * E
+    tl.store(out + expert, tl.where(live, dense, 0.0), mask=expert < E)
+    tl.debug_barrier()  # the chosen come after the row that they stand in
+    tl.store(out + ids, tl.where(live, pull, 0.0), mask=chosen)
+
+
+@triton.jit
+def _softmax_parts(xs):
+    """(maximum, sum of exp(x - maximum)) over chunks; the maximum is NaN where any is."""
+    keys = ()
+    for c in tl.static_range(len(xs)):
+        keys = keys + (_order_key(xs[c]),)
+    top = _from_key(tl.max(_fold_max(keys)))
+    total = _exp(xs[0] - top)
+    for c in tl.static_range(1, len(xs)):
+        total += _exp(xs[c] - top)
+    return top, tl.sum(total)
+
+
+@triton.jit
+def _exp(x):
+    return tl.exp2(x * 1.4426950408889634)  # exp guards denormal results, at four instructions
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + exp(x)); the logarithm alone would lose what 1 + exp rounds away."""
+    e = _exp(-tl.abs(x))
+    u = 1.0 + e
+    return tl.maximum(x, 0.0) + tl.where(u == 1.0, e, tl.log(u) * (e / (u - 1.0)))
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + _exp(-x))
+
+
+@triton.jit
+def _log_score(x, SCORING: tl.constexpr):
+    """log of the score, up to a constant per row."""
+    if SCORING == "softmax":
+        return x
+    elif SCORING == "sigmoid":
+        return -_softplus(-x)
+    else:
+        return 0.5 * tl.where(x < -16.0, x, tl.log(_softplus(x)))
+
+
+@triton.jit
+def _score(x, top, total, SCORING: tl.constexpr):
+    if SCORING == "softmax":
+        return _exp(x - top) / total
+    elif SCORING == "sigmoid":
+        return _sigmoid(x)
+    else:
+        return _exp(_log_score(x, SCORING))
+
+
+@triton.jit
+def _log_score_slope(x, SCORING: tl.constexpr):
+    """d log_score / dx"""
+    if SCORING == "softmax":
+        return tl.full(x.shape, 1.0, tl.float32)
+    elif SCORING == "sigmoid":
+        return _sigmoid(-x)
+    else:
+        return 0.5 * tl.where(x < -16.0, 1.0, _sigmoid(x) / _softplus(x))

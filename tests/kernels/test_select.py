@@ -1,0 +1,271 @@
+"""The selection kernel against the two-level stable sort in plain Python, and its gradients against
+float64."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from ep_moe import SelectionConfig, ops, oracle, select_experts
+from ep_moe.kernels import select as kernel
+
+INF, NAN = math.inf, math.nan
+SPECIAL = [NAN, INF, -INF, 0.0, -0.0, 1.0, -1.0, 5e-45, -5e-45, 1e-40, 3.0, 3.015625, 3e38, -3e38]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+# experts, groups, kept groups, K
+SHAPES = [
+    (1, 1, 1, 1),
+    (5, 1, 1, 5),
+    (8, 4, 2, 4),
+    (8, 8, 3, 3),
+    (60, 1, 1, 4),
+    (64, 8, 4, 8),
+    (64, 64, 40, 33),
+    (96, 3, 2, 6),
+    (160, 8, 3, 6),
+    (257, 1, 1, 8),
+    (256, 8, 4, 8),
+    (384, 1, 1, 32),
+    (384, 4, 1, 1),
+]
+SCORINGS = [(s, r) for s in ("softmax", "sigmoid", "sqrtsoftplus") for r in (True, False)]
+
+
+def config_of(shape, **changes):
+    _, groups, kept, top_k = shape
+    return SelectionConfig(top_k=top_k, num_expert_group=groups, topk_group=kept, **changes)
+
+
+def chosen(keys, config):
+    return [oracle.choose(row, config) for row in keys.tolist()]
+
+
+def rows_of(kind, tokens, experts):
+    return {
+        "random": lambda: torch.randn(tokens, experts),
+        "equal": lambda: torch.full((tokens, experts), 0.25),
+        "many ties": lambda: torch.randint(-2, 3, (tokens, experts)).float(),
+        "special": lambda: torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), (tokens, experts))],
+        "huge": lambda: torch.randn(tokens, experts) * 1e38,
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["random", "equal", "many ties", "special", "huge"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_ids(shape, kind, device):
+    config = config_of(shape)
+    logits = rows_of(kind, 3, shape[0])
+    assert select_experts(logits.to(device), config).ids.tolist() == chosen(logits, config)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(
+    max_examples=25,
+    phases=[Phase.generate],  # shrinking takes minutes in the interpreter
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_ids_of_any_logits(dtype, device, data):
+    groups, size = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1, 2, 3, 7, 33]))
+    kept = data.draw(st.integers(1, groups))
+    top_k = data.draw(st.integers(1, min(kept * size, 32)))
+    config = config_of((0, groups, kept, top_k))
+    values = st.one_of(st.sampled_from(SPECIAL), st.floats(width=32), st.integers(-3, 3).map(float))
+    row = st.lists(values, min_size=groups * size, max_size=groups * size)
+    logits = torch.tensor(data.draw(st.lists(row, min_size=1, max_size=2))).to(dtype)
+    if (
+        dtype == torch.bfloat16 and device.type == "cpu"
+    ):  # the interpreter reads its denormals wrong
+        logits[logits.abs() < torch.finfo(dtype).tiny] = 0.0
+    assert select_experts(logits.to(device), config).ids.tolist() == chosen(logits, config)
+
+
+@pytest.mark.parametrize("group_score", ["max", "top2_sum"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_ids_where_the_key_is_a_score(shape, group_score, device):
+    """Scores of exactly 1/2 and biases in eighths: every fp32 sum is exact, and many tie."""
+    config = config_of(shape, group_score=group_score, scoring_func="sigmoid")
+    bias = torch.randint(-9, 10, (shape[0],)) / 8
+    bias[torch.rand(shape[0]) < 0.1] = INF
+    bias[torch.rand(shape[0]) < 0.1] = -INF
+    logits = torch.zeros(2, shape[0], device=device)
+    got = select_experts(logits, config, expert_bias=bias.to(device)).ids
+    assert got.tolist() == chosen((0.5 + bias).expand(2, -1), config)
+
+
+@triton.jit
+def _scores(logits, bias, out, SCORING: tl.constexpr, E: tl.constexpr, LANES: tl.constexpr):
+    e = tl.arange(0, LANES)
+    x = tl.load(logits + tl.program_id(0) * E + e, mask=e < E, other=-float("inf"))
+    top, total = kernel._softmax_parts((x,))
+    b = tl.load(bias + e, mask=e < E, other=0.0)
+    tl.store(out + tl.program_id(0) * E + e, kernel._score(x, top, total, SCORING) + b, mask=e < E)
+
+
+@pytest.mark.parametrize("group_score", ["max", "top2_sum"])
+@pytest.mark.parametrize("scoring_func", ["sigmoid", "sqrtsoftplus"])
+def test_ids_of_the_same_scores(scoring_func, group_score, device):
+    """The oracle gets the scores that the kernel's own function computes."""
+    shape = (160, 8, 3, 6)
+    config = config_of(shape, group_score=group_score, scoring_func=scoring_func)
+    logits, bias = torch.randn(5, 160, device=device), torch.randn(160, device=device) / 50
+    scores = torch.empty_like(logits)
+    _scores[(5,)](logits, bias, scores, scoring_func, 160, 256, num_warps=1)
+    if group_score == "max":
+        expected = chosen(scores.cpu(), config)
+    else:  # the oracle adds in fp64, where sums do not tie that tie in fp32
+        keys = ops.rank(scores.cpu(), replace(config, group_score="max"))
+        sums = scores.cpu().view(5, 8, 20).topk(2).values.sum(-1)
+        groups = sums.topk(3).indices
+        kept = (
+            torch.zeros(5, 8, dtype=torch.bool).scatter_(1, groups, True).repeat_interleave(20, 1)
+        )
+        expected = scores.cpu().masked_fill(~kept, -INF).topk(6).indices.tolist()
+        assert keys.shape == (5, 60)
+    assert select_experts(logits, config, expert_bias=bias).ids.tolist() == expected
+
+
+def reference(logits, config, ids, mask, segments, grads):
+    """float64: gate weights, sums, and the gradient of the logits, by autograd."""
+    leaf = logits.double().requires_grad_()
+    found = ops.select(leaf.detach(), config, given=ids, padding_mask=mask, segments=segments)
+    d_logits = ops.select_backward(
+        *grads,
+        selected=found,
+        logits=leaf,
+        num_experts=leaf.shape[1],
+        dtype=leaf.dtype,
+        config=config,
+        padding_mask=mask,
+    )
+    return found.gate_weights, found.p_sum, found.z_sum, d_logits
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all tokens", "padding"])
+@pytest.mark.parametrize("segments", [None, 1, 3])
+@pytest.mark.parametrize("scoring_func, renormalize", SCORINGS)
+@pytest.mark.parametrize("shape", [(24, 4, 2, 3), (257, 1, 1, 8)], ids=str)
+def test_weights_sums_and_gradients(shape, scoring_func, renormalize, segments, masked, device):
+    config = config_of(
+        shape, scoring_func=scoring_func, renormalize=renormalize, routed_scaling_factor=2.5
+    )
+    experts, top_k, tokens = shape[0], shape[3], 6
+    logits = (torch.randn(tokens, experts) * 3).to(device)
+    mask = torch.arange(tokens, device=device) % 3 == 1 if masked else None
+    grads = [torch.randn(tokens, top_k), None, None]
+    if segments:
+        grads[1:] = torch.randn(segments, experts), torch.randn(segments)
+    grads = [None if g is None else g.to(device) for g in grads]
+    options = {"config": config, "padding_mask": mask}
+    got = ops.select(logits, segments=segments, **options)
+    d_logits = ops.select_backward(
+        *grads,
+        selected=got,
+        logits=logits if ops.needs_logits(logits, config, segments) else None,
+        num_experts=experts,
+        dtype=torch.float32,
+        **options,
+    )
+    wide = [None if g is None else g.double() for g in grads]
+    expected = reference(logits, config, got.ids, mask, segments, wide)
+    values = (got.gate_weights / 2.5, got.p_sum, got.z_sum, d_logits)
+    expected = (expected[0] / 2.5, *expected[1:])
+    for name, a, b in zip(("weights", "p_sum", "z_sum", "d_logits"), values, expected, strict=True):
+        if b is not None:
+            scale = max(b.abs().max().item(), 1.0)
+            assert (a.double() - b).abs().max().item() <= 1e-6 * scale, name
+    if masked:
+        assert (got.ids[mask] == -1).all() and (got.gate_weights[mask] == 0).all()
+        assert (d_logits[mask] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scoring_func, renormalize", SCORINGS)
+def test_a_given_choice_is_weighed(scoring_func, renormalize, dtype, device):
+    config = config_of((20, 1, 1, 3), scoring_func=scoring_func, renormalize=renormalize)
+    logits = torch.randn(4, 20).to(device, dtype)
+    ids = torch.rand(4, 20).argsort(1)[:, :3].int().to(device)
+    ids[2] = -1
+    mask = (ids[:, 0] < 0).to(device)
+    got = ops.select(logits, config, given=ids, padding_mask=mask)
+    expected = ops.select(logits.double(), config, given=ids, padding_mask=mask)
+    assert torch.equal(got.ids, ids)
+    assert (got.gate_weights - expected.gate_weights).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("scoring_func, renormalize", SCORINGS)
+def test_rows_without_a_softmax(scoring_func, renormalize, device):
+    """NaN weights where the reference has them; under `uniform` as if all logits were equal, and no
+    gradient."""
+    logits = torch.randn(4, 12)
+    logits[0, 3], logits[1, 5], logits[2] = NAN, INF, -INF
+    config = config_of((12, 3, 2, 4), scoring_func=scoring_func, renormalize=renormalize)
+    ours = select_experts(logits.to(device), config).gate_weights.cpu()
+    wide = select_experts(logits.double(), config).gate_weights
+    assert torch.equal(ours.isnan(), wide.isnan())
+    ours, wide = (w.nan_to_num(posinf=9.0) for w in (ours, wide))
+    assert (ours - wide).abs().max() <= 1e-6
+
+    uniform = replace(config, nan_policy="uniform")
+    leaf = logits.to(device).requires_grad_()
+    routing = select_experts(leaf, uniform)
+    wide = select_experts(logits.double(), uniform)
+    assert routing.ids.tolist() == wide.ids.tolist()
+    assert (routing.gate_weights.cpu() - wide.gate_weights).abs().max() <= 1e-6
+    routing.gate_weights.square().sum().backward()
+    assert (leaf.grad[:3] == 0).all() and leaf.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("tokens, segments", [(0, None), (0, 1), (0, 0)])
+def test_no_tokens(tokens, segments, device):
+    config = config_of((8, 1, 1, 2))
+    logits = torch.empty(tokens, 8, device=device)
+    got = ops.select(logits, config, segments=segments)
+    assert got.ids.shape == got.gate_weights.shape == (0, 2)
+    if segments is not None:
+        assert got.p_sum.tolist() == [[0.0] * 8] * segments
+        assert got.z_sum.tolist() == [0.0] * segments
+
+
+def test_a_number_of_tokens_needs_no_compilation(require_gpu):
+    config = config_of((48, 1, 1, 2))
+    built = kernel._select_forward.device_caches
+    select_experts(torch.randn(5, 48, device="cuda"), config)
+    before = len(built[torch.cuda.current_device()][0])
+    for tokens in (1, 16, 17, 1024):
+        select_experts(torch.randn(tokens, 48, device="cuda"), config)
+    assert len(built[torch.cuda.current_device()][0]) == before
+
+
+@pytest.mark.parametrize("kind", ["forward", "with sums", "backward"])
+def test_one_launch(kind, require_gpu):
+    config = config_of((64, 8, 4, 8), renormalize=False)
+    logits = torch.randn(512, 64, device="cuda")
+    segments = 1 if kind == "with sums" else None
+
+    def run():
+        found = ops.select(logits, config, segments=segments)
+        if kind == "backward":
+            ops.select_backward(
+                found.gate_weights,
+                None,
+                None,
+                selected=found,
+                logits=logits,
+                num_experts=64,
+                dtype=logits.dtype,
+                config=config,
+            )
+
+    run()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+    kernels = [e.name for e in profile.events() if e.device_type.name == "CUDA"]
+    # The sums of the programs' partial sums are one small reduction each.
+    assert len(kernels) == {"forward": 1, "with sums": 3, "backward": 2}[kind], kernels
