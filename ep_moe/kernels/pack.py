@@ -17,7 +17,7 @@ COLUMNS = 16
 
 
 def count(ids: Tensor, num_experts: int) -> Tensor:
-    """(blocks, E) int32: how often each expert stands in each block of flat ids; -1 counts nowhere."""
+    """(blocks, E) int32: how often each expert stands in each block of flat ids; -1 nowhere."""
     slots = ids.numel()
     blocks = triton.cdiv(slots, BLOCK)
     counts = torch.empty(blocks, num_experts, dtype=torch.int32, device=ids.device)

@@ -8,8 +8,8 @@ The keys are int32 that order like the floats (`ops.select.order_key`); LEAST is
 To pick, every lane sorts what it has of the kept groups; a pick is then the greatest head of a
 lane, of equals the one with the lowest id.
 
-Measured, H200, E=256, 8 groups, 4 kept, K=8 (benchmarks/NOTES.md): two or four tokens a program lose
-a quarter at every number of tokens; so do persistent programs.
+Measured (benchmarks/NOTES.md): two or four tokens a program lose a quarter at large T and half at
+small; persistent programs lose, too.
 """
 
 from typing import NamedTuple
@@ -50,8 +50,8 @@ def select_forward(
     uniform: bool,
     segments: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Sums | None]:
-    """logits (T,E) fp32, bf16 or fp16 -> ids (T,K) int32, gate weights (T,K) fp32, the logits of the
-    chosen (T,K) fp32, and with `segments` (of T / segments tokens each) what the losses sum.
+    """logits (T,E) fp32, bf16 or fp16 -> ids (T,K) int32, gate weights (T,K) fp32, the logits of
+    the chosen (T,K) fp32, and with `segments` (of T / segments tokens each) what the losses sum.
 
     given (T,K) int32, all valid: weigh these instead of choosing.
     """
@@ -63,8 +63,9 @@ def select_forward(
     )
     sums, grid, length = None, (tokens, 1), tokens
     if segments is not None:
-        length = tokens // segments
-        programs = max(min(length, -(-PROGRAMS_PER_SM * _num_sms(logits.device) // segments)), 1)
+        length = tokens // max(segments, 1)
+        wanted = triton.cdiv(PROGRAMS_PER_SM * _num_sms(logits.device), max(segments, 1))
+        programs = max(min(length, wanted), 1)
         sums = Sums(
             torch.empty(segments, programs, num_experts, dtype=torch.float32, device=logits.device),
             torch.empty(segments, programs, dtype=torch.float32, device=logits.device),
@@ -185,10 +186,10 @@ def _select_forward(
     """Grid (tokens, 1); or with sums (programs, segments), each segment of `tokens` rows."""
     program, segment = tl.program_id(0), tl.program_id(1)
     if p_out is None:
-        _, _, _, _ = _select_row(
+        _ = _select_row(
             program.to(tl.int64), logits, expert_bias, padding_mask, given, ids_out, weights_out,
-            chosen_out, stride, scale, E, K, GROUPS, KEPT, TOP2, SCORING, RENORMALIZE, UNIFORM, False,
-            LANES,
+            chosen_out, stride, scale, E, K, GROUPS, KEPT, TOP2, SCORING, RENORMALIZE, UNIFORM,
+            False, LANES,
         )  # fmt: skip
     else:
         lane = tl.arange(0, LANES)
@@ -198,10 +199,10 @@ def _select_forward(
             p_sum = p_sum + (tl.zeros([LANES], tl.float32),)
         z_sum = 0.0
         for i in range(program, tokens, tl.num_programs(0)):
+            row = segment.to(tl.int64) * tokens + i
             xs, top, total, live = _select_row(
-                segment.to(tl.int64) * tokens + i, logits, expert_bias, padding_mask, given, ids_out,
-                weights_out, chosen_out, stride, scale, E, K, GROUPS, KEPT, TOP2, SCORING, RENORMALIZE,
-                UNIFORM, True, LANES,
+                row, logits, expert_bias, padding_mask, given, ids_out, weights_out, chosen_out,
+                stride, scale, E, K, GROUPS, KEPT, TOP2, SCORING, RENORMALIZE, UNIFORM, True, LANES,
             )  # fmt: skip
             log_sum = top + tl.log(total)
             z_sum += tl.where(live, log_sum * log_sum, 0.0)
@@ -555,7 +556,8 @@ def _softplus(x):
 
 @triton.jit
 def _sigmoid(x):
-    return 1.0 / (1.0 + _exp(-x))
+    root = tl.rsqrt(1.0 + _exp(-x))  # as close as 1 / (1 + exp(-x)), at half the instructions
+    return root * root
 
 
 @triton.jit

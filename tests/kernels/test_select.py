@@ -181,7 +181,8 @@ def test_weights_sums_and_gradients(shape, scoring_func, renormalize, segments, 
             scale = max(b.abs().max().item(), 1.0)
             assert (a.double() - b).abs().max().item() <= 1e-6 * scale, name
     if masked:
-        assert (got.ids[mask] == -1).all() and (got.gate_weights[mask] == 0).all()
+        assert (got.ids[mask] == -1).all()
+        assert (got.gate_weights[mask] == 0).all()
         assert (d_logits[mask] == 0).all()
 
 
@@ -219,7 +220,8 @@ def test_rows_without_a_softmax(scoring_func, renormalize, device):
     assert routing.ids.tolist() == wide.ids.tolist()
     assert (routing.gate_weights.cpu() - wide.gate_weights).abs().max() <= 1e-6
     routing.gate_weights.square().sum().backward()
-    assert (leaf.grad[:3] == 0).all() and leaf.grad.isfinite().all()
+    assert (leaf.grad[:3] == 0).all()
+    assert leaf.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("tokens, segments", [(0, None), (0, 1), (0, 0)])
