@@ -63,6 +63,21 @@ def test_changing_x_before_the_backward_is_an_error(train_router):
         y.sum().backward()
 
 
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+@pytest.mark.parametrize("of", ["x", "router.weight", "experts.w_down"])
+def test_second_derivatives_are_refused(of, numerics):
+    """Never a wrong one. First ones may be taken with create_graph, for others' sake."""
+    layer = random_layer(small_config(num_shared_experts=1, numerics=numerics))
+    x = torch.randn(5, 16, dtype=torch.float64, requires_grad=True)
+    leaves = {"x": x, **dict(layer.named_parameters())}
+    expected = torch.autograd.grad(layer(x)[0].square().sum(), leaves.values())
+    first = torch.autograd.grad(layer(x)[0].square().sum(), leaves.values(), create_graph=True)
+    for name, got, value in zip(leaves, first, expected, strict=True):
+        assert_close(got.detach(), value, name=name)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dict(zip(leaves, first, strict=True))[of].square().sum().backward()
+
+
 def test_two_calls_before_one_backward():
     """Nothing is kept on the module between calls."""
     layer = random_layer(small_config())
