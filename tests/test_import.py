@@ -21,6 +21,7 @@ print("imported")
 
 
 def test_import_without_the_optional_packages():
+    """BB-97"""
     blocked = {"triton", "deep_ep", "transformers", "matplotlib", "tensorboard", "tqdm", "rich"}
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(blocked=blocked)],
