@@ -73,7 +73,9 @@ def assert_same_model(ranks, one):
             if ".experts." in name:
                 each = len(value) // len(ranks)
                 value = value[rank * each : (rank + 1) * each]
-            assert_close(weights[name], value, name=f"{name} of rank {rank}")
+            # Adam's steps do not get smaller with the gradient: where that is near nothing, its
+            # rounding is all that there is.
+            assert_close(weights[name], value, name=f"{name} of rank {rank}", tolerance=1e-4)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
