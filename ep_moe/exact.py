@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ep_moe import ops
 from ep_moe.types import Routing
@@ -51,6 +52,7 @@ class _SplitSlots(torch.autograd.Function):
         return x.repeat_interleave(top_k, dim=0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_slots: Tensor) -> tuple[Tensor, None]:
         slots = torch.arange(len(d_slots), dtype=torch.int32, device=d_slots.device)
         tokens = len(d_slots) // ctx.top_k
@@ -64,6 +66,7 @@ class _SumSlots(torch.autograd.Function):
         return ops.weighted_sum(y, gate_weights, slots)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None]:
         grads = ops.weighted_sum_backward(d_out, *ctx.saved_tensors, numerics="exact")
         return grads.y, grads.gate_weights, None
@@ -76,6 +79,7 @@ class _ExactLinear(torch.autograd.Function):
         return ops.matmul(x, weight.t(), numerics="exact", out=x.new_empty(len(x), len(weight)))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ep_moe import ops
@@ -143,6 +144,7 @@ class _ExpertMLP(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         rows, gates, pre, w_gate_up, w_down, b_down, *indices = ctx.saved_tensors
         packed = Packed(*indices)

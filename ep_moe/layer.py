@@ -6,6 +6,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,8 +25,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def graph_break(function: F) -> F:
     """Code around it compiles; it is left alone, for its sizes are data. Keeps the signature for
-    type checkers, which torch's own decorator does not."""
-    return cast(F, torch.compiler.disable(function))
+    type checkers, which torch's own decorators do not.
+
+    Not torch.compiler.disable, which imports torch._dynamo at once: half of the time that importing
+    this package takes. This one, torch's own for its optimizers and DDP, imports it in a call.
+    """
+    return cast(F, _disable_dynamo(function))
 
 
 class MoELayer(nn.Module):

@@ -262,8 +262,9 @@ def test_an_expert_starts_alike_on_any_number_of_ranks():
     assert not torch.equal(whole.w_down[0], whole.w_down[1])
 
 
-@pytest.mark.parametrize("num_experts,size", [(30, 8), (5, 2), (3, 4), (126, 4)])
+@pytest.mark.parametrize("num_experts,size", [(30, 8), (5, 2), (3, 4), (126, 4), (128, 6)])
 def test_experts_that_do_not_divide_are_refused(num_experts, size):
     """Case BB-73: refused by name rather than the whole rest on the last rank."""
-    with pytest.raises(ConfigError, match="num_experts"):
+    named = f"num_experts = {num_experts}, .* multiple of the {size} ranks of `ep`"
+    with pytest.raises(ConfigError, match=named):
         ExpertParallel(group=None, rank=0, size=size).local_experts(num_experts)

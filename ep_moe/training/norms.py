@@ -21,7 +21,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
     Replicated parameters count once (their gradients must already be reduced, as DDP leaves them),
     experts once each over the ranks that hold them. norm_type may be `math.inf`. Every rank of
-    the group must call it.
+    the group must call it. With a gradient scaler: after `scaler.unscale_(optimizer)`, and the
+    scaler must be torch's ShardedGradScaler, or a rank whose experts overflow skips a step that the
+    others take.
     """
     experts = list(expert_parameters(model))
     expert_ids = {id(e.parameter) for e in experts}
