@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ep_moe import ops
 from ep_moe.types import Routing
@@ -38,6 +39,12 @@ def exact_linear(x: Tensor, weight: Tensor) -> Tensor:
     return _ExactLinear.apply(x, weight.to(x.dtype))
 
 
+def exact_gated(y: Tensor, gate: Tensor) -> Tensor:
+    """y * gate, where a row of d_gate depends on that row alone. (T,H), (T,1) -> (T,H)"""
+    rows = torch.arange(len(y), dtype=torch.int32, device=y.device)
+    return _SumSlots.apply(y, gate, rows[:, None])
+
+
 def slots_of(ids: Tensor) -> Tensor:
     """[[3,-1],[0,2]] -> [[0,-1],[2,3]]: the slots of each token, -1 where it goes nowhere."""
     slots = torch.arange(ids.numel(), dtype=torch.int32, device=ids.device).view(ids.shape)
@@ -51,6 +58,7 @@ class _SplitSlots(torch.autograd.Function):
         return x.repeat_interleave(top_k, dim=0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_slots: Tensor) -> tuple[Tensor, None]:
         slots = torch.arange(len(d_slots), dtype=torch.int32, device=d_slots.device)
         tokens = len(d_slots) // ctx.top_k
@@ -64,6 +72,7 @@ class _SumSlots(torch.autograd.Function):
         return ops.weighted_sum(y, gate_weights, slots)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None]:
         grads = ops.weighted_sum_backward(d_out, *ctx.saved_tensors, numerics="exact")
         return grads.y, grads.gate_weights, None
@@ -76,6 +85,7 @@ class _ExactLinear(torch.autograd.Function):
         return ops.matmul(x, weight.t(), numerics="exact", out=x.new_empty(len(x), len(weight)))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ep_moe import ops
 from ep_moe.config import MoEConfig
-from ep_moe.exact import exact_linear
+from ep_moe.exact import exact_gated, exact_linear
 from ep_moe.parallel import ExpertParallel
 from ep_moe.types import Arrived, Packed
 
@@ -106,7 +107,10 @@ class SharedExperts(nn.Module):
         linear = F.linear if self.numerics == "fast" else exact_linear
         hidden = ops.ACTIVATIONS[self.activation].forward(linear(x, self.w_gate_up))
         out = linear(hidden, self.w_down)
-        return out if self.w_gate is None else out * torch.sigmoid(linear(x, self.w_gate))
+        if self.w_gate is None:
+            return out
+        gate = ops.sigmoid(linear(x, self.w_gate))
+        return out * gate if self.numerics == "fast" else exact_gated(out, gate)
 
 
 class _ExpertMLP(torch.autograd.Function):
@@ -143,6 +147,7 @@ class _ExpertMLP(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         rows, gates, pre, w_gate_up, w_down, b_down, *indices = ctx.saved_tensors
         packed = Packed(*indices)
@@ -160,7 +165,7 @@ class _ExpertMLP(torch.autograd.Function):
                 gate = _gate_of_packed(gates, packed)
             h = activation.forward(pre)
             d_h = ops.grouped_gemm_dgrad(d_out_packed, w_down, offsets, numerics=ctx.numerics)
-            d_h = d_h.to(gate.dtype)
+            d_h = d_h.to(torch.promote_types(gate.dtype, h.dtype))
             d_y = d_out_packed
             if on_output:
                 # From d_h before the gate: y itself was never kept.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ep_moe import check
 from ep_moe.dispatch.protocol import Plan, Sent, Transport
@@ -64,6 +65,7 @@ class _Dispatch(torch.autograd.Function):
         return sent.rows, sent.gate_weights, sent.plan
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_rows: Tensor, d_gates: Tensor, _: None) -> tuple[Tensor | None, ...]:
         _, ids = ctx.saved_tensors
         _check_recomputed(ids, ctx.ids)
@@ -83,6 +85,7 @@ class _Combine(torch.autograd.Function):
         return transport.combine(plan, rows)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         with torch.profiler.record_function("ep_moe.combine_backward"):
             return ctx.transport.replay(ctx.plan, d_y), None, None

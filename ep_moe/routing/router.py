@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ep_moe import ops
 from ep_moe.config import MoEConfig
@@ -182,6 +183,7 @@ class _Logits(torch.autograd.Function):
             return ops.router_logits(x, weight, numerics=numerics)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ep_moe import ops
 from ep_moe.config import SelectionConfig
 from ep_moe.errors import InputError
 from ep_moe.routing.capacity import admit
@@ -184,13 +185,13 @@ def _log_sqrtsoftplus(logits: Tensor) -> Tensor:
     """log(softplus(x)) / 2, where softplus underflows: x / 2"""
     # softplus(x) = exp(x) (1 - exp(x) / 2 + ...): exp(x) alone, once that is below the rounding
     low = logits < math.log(torch.finfo(logits.dtype).eps)
-    softplus = F.softplus(logits.masked_fill(low, 0.0), threshold=40)  # 20 is rough for fp64
-    return torch.where(low, logits, softplus.log()) / 2
+    log_softplus = ops.softplus(logits.masked_fill(low, 0.0)).log()
+    return torch.where(low, logits, log_softplus) / 2
 
 
 SCORING = {
     "softmax": Scoring(lambda logits: logits.softmax(dim=1), lambda logits: logits),
-    "sigmoid": Scoring(torch.sigmoid, F.logsigmoid),
+    "sigmoid": Scoring(ops.sigmoid, F.logsigmoid),
     "sqrtsoftplus": Scoring(lambda logits: _log_sqrtsoftplus(logits).exp(), _log_sqrtsoftplus),
 }
 
