@@ -5,6 +5,10 @@ origin sums gate * y in slot order in fp32. No sum then depends on which ranks h
 experts. With products in fixed row blocks (`ops.numerics`) y and dX depend neither on the number of
 ranks nor on the other tokens, and the expert weight gradients do not depend on the number of ranks
 when rank r holds the r-th contiguous chunk of the batch. The origin keeps y of all slots (N,H).
+
+All of it is for one number of threads, the same in every process of every run that is compared: a
+library shares out a product, even one block of it, by how many there are. torchrun gives each of
+several ranks one thread unless OMP_NUM_THREADS is set; a process started by hand takes all cores.
 """
 
 from typing import Any
