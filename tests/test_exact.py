@@ -261,6 +261,16 @@ def same_on_two_ranks(dtype, device="cpu", **ranks):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_token_alone_is_as_in_a_batch_in_every_configuration(variant, dtype, device):
+    alone_as_in_a_batch(variant, dtype, device)
+
+
+def test_nor_with_two_threads_does_the_batch_matter():
+    """Some functions share out the elements of a row where there are fewer rows than threads."""
+    torch.set_num_threads(2)
+    alone_as_in_a_batch("softmax of all", torch.float32, torch.device("cpu"))
+
+
+def alone_as_in_a_batch(variant, dtype, device):
     layer, x, d_y = layer_and_data(replace(SMALL, **VARIANTS[variant]), dtype)
     layer, x, d_y = layer.to(device), x.to(device), d_y.to(device)
     whole = layer_results(layer, x, d_y)

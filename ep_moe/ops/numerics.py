@@ -108,6 +108,18 @@ def softplus(x: Tensor) -> Tensor:
     return -F.logsigmoid(-x)
 
 
+def softmax(x: Tensor) -> Tensor:
+    """exp(x) / its sum over the last dimension, without overflow; fp32 or fp64
+
+    With more than one thread torch's own, on a CPU, has another order of summation for few rows
+    than for many.
+    """
+    if x.is_cuda:
+        return x.softmax(dim=-1)
+    z = (x - x.detach().amax(dim=-1, keepdim=True)).exp()
+    return z / z.sum(dim=-1, keepdim=True)
+
+
 def _row_block(like: Tensor, width: int) -> Tensor:
     """(ROW_BLOCK, width) zeros whose rows all start at a multiple of 64 elements"""
     stride = -(-width // 64) * 64

@@ -153,14 +153,14 @@ def gate_weights(logits: Tensor, ids: Tensor, kept: Tensor, config: SelectionCon
     scoring = SCORING[config.scoring_func]
     log_scores = scoring.log_score(logits.gather(1, ids))
     if config.renormalize:
-        weights = log_scores.softmax(dim=1)
+        weights = ops.softmax(log_scores)
     else:
         weights = scoring.score(logits).gather(1, ids)
     if config.renormalize_after_drop:
         # A row that lost all, or all but logits of -inf, has no softmax of what remains.
         weighs = kept & (log_scores.detach() > -torch.inf)
         gone = ~kept & weighs.any(dim=1, keepdim=True)
-        remaining = log_scores.masked_fill(gone, -torch.inf).softmax(dim=1)
+        remaining = ops.softmax(log_scores.masked_fill(gone, -torch.inf))
         weights = remaining * weights.sum(dim=1, keepdim=True)
     if config.scoring_func == "softmax":
         # A row without a softmax has no weights, whatever was chosen.
@@ -171,7 +171,7 @@ def gate_weights(logits: Tensor, ids: Tensor, kept: Tensor, config: SelectionCon
 
 def dense_probabilities(logits: Tensor, config: SelectionConfig) -> Tensor:
     """p (T,E) of the balance loss: the scores over their sum; never biased, rows sum to 1."""
-    return SCORING[config.scoring_func].log_score(logits).softmax(dim=1)
+    return ops.softmax(SCORING[config.scoring_func].log_score(logits))
 
 
 class Scoring(NamedTuple):
@@ -190,7 +190,7 @@ def _log_sqrtsoftplus(logits: Tensor) -> Tensor:
 
 
 SCORING = {
-    "softmax": Scoring(lambda logits: logits.softmax(dim=1), lambda logits: logits),
+    "softmax": Scoring(ops.softmax, lambda logits: logits),
     "sigmoid": Scoring(ops.sigmoid, F.logsigmoid),
     "sqrtsoftplus": Scoring(lambda logits: _log_sqrtsoftplus(logits).exp(), _log_sqrtsoftplus),
 }
