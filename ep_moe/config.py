@@ -148,7 +148,9 @@ class MoEConfig(SelectionConfig):
         forced_routing: for benchmarks: ignore the logits' order and spread tokens evenly, or skewed
         forced_skew: with forced_routing skewed: load of the busiest expert over the mean load
         numerics: fast, or exact: y, dX and the experts' gradients do not depend, to the last bit,
-            on the number of ranks or on the other tokens in the batch; slower, and more bytes move
+            on the number of ranks or on the other tokens in the batch; slower, and more bytes move.
+            On a CPU for one number of threads, the same in every run that is compared
+            (OMP_NUM_THREADS, which torchrun sets to 1 for several ranks; torch.set_num_threads)
         transport: how rows cross ranks; auto = local for one rank, collective for more
         loss_reduction: mean = each rank's loss is a mean over its tokens and ranks are averaged;
             sum = they are added

@@ -5,6 +5,10 @@ origin sums gate * y in slot order in fp32. No sum then depends on which ranks h
 experts. With products in fixed row blocks (`ops.numerics`) y and dX depend neither on the number of
 ranks nor on the other tokens, and the expert weight gradients do not depend on the number of ranks
 when rank r holds the r-th contiguous chunk of the batch. The origin keeps y of all slots (N,H).
+
+All of it is for one number of threads, the same in every process of every run that is compared: a
+library shares out a product, even one block of it, by how many there are. torchrun gives each of
+several ranks one thread unless OMP_NUM_THREADS is set; a process started by hand takes all cores.
 """
 
 from typing import Any
@@ -37,6 +41,12 @@ def sum_slots(y: Tensor, routing: Routing, *, gate_on: str) -> Tensor:
 def exact_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight^T whose rows, and those of d_x, depend on that row alone. (T,N), (P,N) -> (T,P)"""
     return _ExactLinear.apply(x, weight.to(x.dtype))
+
+
+def exact_gated(y: Tensor, gate: Tensor) -> Tensor:
+    """y * gate, where a row of d_gate depends on that row alone. (T,H), (T,1) -> (T,H)"""
+    rows = torch.arange(len(y), dtype=torch.int32, device=y.device)
+    return _SumSlots.apply(y, gate, rows[:, None])
 
 
 def slots_of(ids: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ep_moe import ops
 from ep_moe.config import MoEConfig
-from ep_moe.exact import exact_linear
+from ep_moe.exact import exact_gated, exact_linear
 from ep_moe.parallel import ExpertParallel
 from ep_moe.types import Arrived, Packed
 
@@ -107,7 +107,10 @@ class SharedExperts(nn.Module):
         linear = F.linear if self.numerics == "fast" else exact_linear
         hidden = ops.ACTIVATIONS[self.activation].forward(linear(x, self.w_gate_up))
         out = linear(hidden, self.w_down)
-        return out if self.w_gate is None else out * torch.sigmoid(linear(x, self.w_gate))
+        if self.w_gate is None:
+            return out
+        gate = ops.sigmoid(linear(x, self.w_gate))
+        return out * gate if self.numerics == "fast" else exact_gated(out, gate)
 
 
 class _ExpertMLP(torch.autograd.Function):
@@ -162,7 +165,7 @@ class _ExpertMLP(torch.autograd.Function):
                 gate = _gate_of_packed(gates, packed)
             h = activation.forward(pre)
             d_h = ops.grouped_gemm_dgrad(d_out_packed, w_down, offsets, numerics=ctx.numerics)
-            d_h = d_h.to(gate.dtype)
+            d_h = d_h.to(torch.promote_types(gate.dtype, h.dtype))
             d_y = d_out_packed
             if on_output:
                 # From d_h before the gate: y itself was never kept.

@@ -1,7 +1,8 @@
 """The router's product: fp32 logits, whatever the dtype of the tokens.
 
-Near-equal logits decide where a token goes; a bf16 result would tie in a third of all rows. x is
-kept for the backward as it came, not as an fp32 copy.
+Near-equal logits decide where a token goes; a bf16 result would tie in a third of all rows. So TF32
+and its like, which torch may be told to use for fp32 products, are not for this one. x is kept for
+the backward as it came, not as an fp32 copy.
 """
 
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ep_moe.ops.numerics import Numerics, accumulation_dtype, matmul
+from ep_moe.ops.numerics import Numerics, accumulation_dtype, full_fp32, matmul
 
 
 class RouterGrads(NamedTuple):
@@ -21,7 +22,8 @@ def router_logits(x: Tensor, weight: Tensor, *, numerics: Numerics = "fast") -> 
     """logits[t,e] = <x[t], weight[e]>.  x (T,H), weight (E,H) -> (T,E) fp32, or fp64 for fp64 x"""
     dtype = accumulation_dtype(x.dtype)
     out = torch.empty(len(x), len(weight), dtype=dtype, device=x.device)
-    return matmul(x.to(dtype), weight.to(dtype).t(), numerics=numerics, out=out)
+    with full_fp32(x.device):
+        return matmul(x.to(dtype), weight.to(dtype).t(), numerics=numerics, out=out)
 
 
 def router_logits_backward(
@@ -38,7 +40,9 @@ def router_logits_backward(
     d_x = d_weight = None
     if needs_x:
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
-        d_x = matmul(d_logits, weight.to(dtype), numerics=numerics, out=out).to(x.dtype)
+        with full_fp32(x.device):
+            d_x = matmul(d_logits, weight.to(dtype), numerics=numerics, out=out).to(x.dtype)
     if needs_weight:
-        d_weight = torch.mm(d_logits.t(), x.to(dtype)).to(weight.dtype)
+        with full_fp32(x.device):
+            d_weight = torch.mm(d_logits.t(), x.to(dtype)).to(weight.dtype)
     return RouterGrads(d_x, d_weight)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ep_moe import ops
 from ep_moe.config import SelectionConfig
 from ep_moe.errors import InputError
 from ep_moe.routing.capacity import admit
@@ -152,14 +153,14 @@ def gate_weights(logits: Tensor, ids: Tensor, kept: Tensor, config: SelectionCon
     scoring = SCORING[config.scoring_func]
     log_scores = scoring.log_score(logits.gather(1, ids))
     if config.renormalize:
-        weights = log_scores.softmax(dim=1)
+        weights = ops.softmax(log_scores)
     else:
         weights = scoring.score(logits).gather(1, ids)
     if config.renormalize_after_drop:
         # A row that lost all, or all but logits of -inf, has no softmax of what remains.
         weighs = kept & (log_scores.detach() > -torch.inf)
         gone = ~kept & weighs.any(dim=1, keepdim=True)
-        remaining = log_scores.masked_fill(gone, -torch.inf).softmax(dim=1)
+        remaining = ops.softmax(log_scores.masked_fill(gone, -torch.inf))
         weights = remaining * weights.sum(dim=1, keepdim=True)
     if config.scoring_func == "softmax":
         # A row without a softmax has no weights, whatever was chosen.
@@ -170,7 +171,7 @@ def gate_weights(logits: Tensor, ids: Tensor, kept: Tensor, config: SelectionCon
 
 def dense_probabilities(logits: Tensor, config: SelectionConfig) -> Tensor:
     """p (T,E) of the balance loss: the scores over their sum; never biased, rows sum to 1."""
-    return SCORING[config.scoring_func].log_score(logits).softmax(dim=1)
+    return ops.softmax(SCORING[config.scoring_func].log_score(logits))
 
 
 class Scoring(NamedTuple):
@@ -184,13 +185,13 @@ def _log_sqrtsoftplus(logits: Tensor) -> Tensor:
     """log(softplus(x)) / 2, where softplus underflows: x / 2"""
     # softplus(x) = exp(x) (1 - exp(x) / 2 + ...): exp(x) alone, once that is below the rounding
     low = logits < math.log(torch.finfo(logits.dtype).eps)
-    softplus = F.softplus(logits.masked_fill(low, 0.0), threshold=40)  # 20 is rough for fp64
-    return torch.where(low, logits, softplus.log()) / 2
+    log_softplus = ops.softplus(logits.masked_fill(low, 0.0)).log()
+    return torch.where(low, logits, log_softplus) / 2
 
 
 SCORING = {
-    "softmax": Scoring(lambda logits: logits.softmax(dim=1), lambda logits: logits),
-    "sigmoid": Scoring(torch.sigmoid, F.logsigmoid),
+    "softmax": Scoring(ops.softmax, lambda logits: logits),
+    "sigmoid": Scoring(ops.sigmoid, F.logsigmoid),
     "sqrtsoftplus": Scoring(lambda logits: _log_sqrtsoftplus(logits).exp(), _log_sqrtsoftplus),
 }
 
