@@ -14,7 +14,7 @@ from ep_moe.dispatch import Transport, combine, dispatch, make_transport
 from ep_moe.errors import BackendUnavailable, ConfigError, InputError
 from ep_moe.exact import split_slots, sum_slots
 from ep_moe.experts import Experts, SharedExperts
-from ep_moe.parallel import ExpertParallel
+from ep_moe.parallel import ExpertParallel, Ranks
 from ep_moe.replay import refuse_reentrant_checkpoint
 from ep_moe.routing import Router
 from ep_moe.types import Routing, RoutingStats
@@ -35,8 +35,9 @@ class MoELayer(nn.Module):
     rank must call the layer equally often, in the same order, and have y in its loss: `y.sum() *
     0` suffices).
 
-    balance_over: the ranks over which the sequence and global losses and the bias update count; by
-    default those of ep. Give the whole data-parallel world when it is larger.
+    balance_over: the ranks over which the sequence and global losses and the bias update count, of
+    a DeviceMesh all its ranks, whatever its dimensions; by default those of ep, replicas of the
+    experts included. Give the whole data-parallel world when it is larger.
 
     Raises ConfigError when the experts do not divide among the ranks or the transport is unknown or
     cannot serve them.
@@ -53,7 +54,7 @@ class MoELayer(nn.Module):
         self.config = config
         self.ep = ExpertParallel.resolve(ep)
         self.transport = make_transport(config.transport, self.ep)
-        balance = ExpertParallel.resolve(ep if balance_over is None else balance_over)
+        balance = Ranks.resolve(self.ep if balance_over is None else balance_over)
         self.router = Router(config, reduce=balance.sum, num_ranks=balance.size)
         self.experts = Experts(config, self.ep)
         self.shared_experts = SharedExperts(config) if config.shared_size else None
