@@ -7,6 +7,7 @@ for a view of it, and would refuse `y += x` on one rank that it allows on two.
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from ep_moe.dispatch.protocol import Caps, Sent
@@ -27,7 +28,8 @@ class LocalTransport:
         pass
 
     def dispatch(self, x: Tensor, routing: Routing, num_experts: int) -> Sent:
-        return Sent(LocalPlan(routing.ids.int()), x.detach(), routing.gate_weights.detach())
+        ids = routing.ids.to(torch.int32, copy=True)  # a plan outlives the call, its ids may not
+        return Sent(LocalPlan(ids), x.detach(), routing.gate_weights.detach())
 
     def replay(self, plan: LocalPlan, x: Tensor) -> Tensor:
         return x.detach()
