@@ -1,5 +1,6 @@
 """The layer: route, dispatch, experts, combine."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -58,7 +59,7 @@ class MoELayer(nn.Module):
         self.router = Router(config, reduce=balance.sum, num_ranks=balance.size)
         self.experts = Experts(config, self.ep)
         self.shared_experts = SharedExperts(config) if config.shared_size else None
-        self._known_wrapper: int | None = None
+        self._known_wrapper: weakref.ref[nn.Module] | None = None  # an id may come again
 
     @graph_break
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, RoutingStats]:
@@ -84,7 +85,7 @@ class MoELayer(nn.Module):
     def _refuse_ddp_on_experts(self) -> None:
         """Once per wrapper: walking all parameters in each call would cost more than it."""
         wrapper = DistributedDataParallel._get_active_ddp_module()
-        if wrapper is None or self.ep.size == 1 or self._known_wrapper == id(wrapper):
+        if wrapper is None or self.ep.size == 1 or self._is_known(wrapper):
             return
         mine = {id(parameter) for parameter in self.experts.parameters()}
         for name, parameter in wrapper.module.named_parameters():
@@ -95,7 +96,10 @@ class MoELayer(nn.Module):
                     "built after ep_moe.ddp_ignore(the module it wraps), and the experts set "
                     "again: it has overwritten them with those of another rank",
                 )
-        self._known_wrapper = id(wrapper)
+        self._known_wrapper = weakref.ref(wrapper)
+
+    def _is_known(self, wrapper: nn.Module) -> bool:
+        return self._known_wrapper is not None and self._known_wrapper() is wrapper
 
     def _flatten(self, x: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(..., H) -> (T,H), with zeros at padding: its NaNs must not reach a weight gradient."""
