@@ -170,6 +170,12 @@ class Router(nn.Module):
             self.expert_bias = moved.to(self.expert_bias.device, torch.float32)
         return self
 
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """`load_state_dict(assign=True)` takes the tensor of the file, whatever its dtype."""
+        super()._load_from_state_dict(*args)
+        if self.expert_bias is not None:
+            self.expert_bias = self.expert_bias.float()
+
 
 class _Logits(torch.autograd.Function):
     """ops.router_logits with its backward. It keeps x itself, not an fp32 copy."""
