@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
-from ep_moe.errors import InputError, RecomputationMismatch
+from ep_moe.errors import InputError, RecomputationMismatch, ReentrantCheckpoint
 
 T = TypeVar("T")
 
@@ -96,7 +96,7 @@ def refuse_reentrant_checkpoint() -> None:
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code is CheckpointFunction.backward.__code__:
-            raise RecomputationMismatch(
+            raise ReentrantCheckpoint(
                 "checkpoint(use_reentrant=True) around an ep_moe layer silently detaches the "
                 "losses in RoutingStats: pass use_reentrant=False"
             )

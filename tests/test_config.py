@@ -4,13 +4,14 @@ says."""
 import copy
 import pickle
 from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
-from ep_moe import ConfigError, InputError, MoEConfig, MoELayer, SelectionConfig
+from ep_moe import ConfigError, MoEConfig, MoELayer, SelectionConfig, errors
 from ep_moe.config import ALIASES, parse_args
 from tests.helpers import small_config
 
@@ -308,6 +309,18 @@ def test_a_bad_file_ends_in_one_named_line(tmp_path, line, message):
 
 def test_errors_can_be_pickled():
     """Or a process pool that meets one hangs."""
-    for error in (ConfigError("top_k", 9, "at most 8"), InputError("x", torch.int8, "a float")):
+    made = {
+        "ConfigError": ("top_k", 9, "at most 8"),
+        "InputError": ("x", torch.int8, "a float"),
+        "PeerLost": partial(errors.PeerLost, 0, 1, stage="the counts", why="has ended"),
+        "DispatchTimeout": partial(errors.DispatchTimeout, 0, 1, stage="the counts", why="waited"),
+        "SplitMismatch": ([(0, 1, 2, 3)], "rows out"),
+    }
+    for name, kind in vars(errors).items():
+        if not isinstance(kind, type) or name.startswith("_"):
+            continue
+        arguments = made.get(name, ("what happened",))
+        error = arguments() if callable(arguments) else kind(*arguments)
         again = pickle.loads(pickle.dumps(error))
         assert (type(again), str(again)) == (type(error), str(error))
+        assert vars(again) == vars(error)
