@@ -109,7 +109,7 @@ class LayerBench:
         ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Inputs:
     """One input set: x (T,H) and the gradient of y, other data on each rank and in each set; of a
     trace the same routing in each set, and a record of it."""

@@ -103,7 +103,7 @@ def refuse_reentrant_checkpoint() -> None:
         frame = frame.f_back
 
 
-@dataclass
+@dataclass(eq=False)
 class RoutingRecord:
     """What each layer call chose, in order: named tuples of tensors (T,K) (`routing.Choice`)."""
 

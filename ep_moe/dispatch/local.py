@@ -15,7 +15,7 @@ from ep_moe.parallel import ExpertParallel
 from ep_moe.types import Routing
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LocalPlan:
     local_ids: Tensor  # (T,K) int32
 

@@ -11,7 +11,7 @@ from ep_moe import ops
 from ep_moe.config import MoEConfig
 from ep_moe.replay import in_backward, once, recorded
 from ep_moe.routing import balance
-from ep_moe.routing.forced import forced_ids
+from ep_moe.routing.forced import ForcedRouting
 from ep_moe.routing.selection import Choice, choose, dense_probabilities, sanitize, weigh
 from ep_moe.types import Routing, RoutingStats
 
@@ -35,6 +35,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.reduce, self.num_ranks = config, reduce, num_ranks
+        self.forced = None if config.forced_routing == "none" else ForcedRouting(config)
         # This rank's counts since the last optimizer step; kept once `balance_hook` is there to
         # clear them. Not a buffer: DDP would overwrite one rank's with another's.
         self.counting = False
@@ -105,8 +106,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _choose(self, logits: Tensor, padding_mask: Tensor | None) -> Choice:
-        forced = self.config.forced_routing != "none"
-        given = forced_ids(len(logits), self.config, logits.device) if forced else None
+        given = self.forced.ids(len(logits), logits.device) if self.forced else None
         return choose(
             logits,
             self.config,
