@@ -87,7 +87,7 @@ class MoELayer(nn.Module):
         wrapper = DistributedDataParallel._get_active_ddp_module()
         if wrapper is None or self.ep.size == 1 or self._is_known(wrapper):
             return
-        mine = {id(parameter) for parameter in self.experts.parameters()}
+        mine = {id(parameter) for parameter in self.experts.parameters(recurse=False)}
         for name, parameter in wrapper.module.named_parameters():
             if id(parameter) in mine and name not in wrapper.parameters_to_ignore:
                 raise ConfigError(
