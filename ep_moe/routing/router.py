@@ -84,7 +84,9 @@ class Router(nn.Module):
         config = self.config
         logits = sanitize(logits, config, padding_mask)
         shape = (len(logits), config.top_k)
-        choice = once(lambda: recorded(lambda: self._choose(logits, padding_mask), shape))
+        choice = once(
+            lambda: recorded(lambda: self._choose(logits, padding_mask), shape, config.num_experts)
+        )
         n = balance.count_tokens(choice.wanted, config.num_experts)
         self._count(n)
         aux = z = logits.new_zeros(())
