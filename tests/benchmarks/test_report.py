@@ -3,7 +3,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.records import Record
-from benchmarks.report import latest_rows, main, rewrite, table
+from benchmarks.report import main, rewrite, table
+from benchmarks.rows import latest_rows
 
 TIMED = {"method": "events", "window_ms": 300.0}
 
