@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     if config.readme:
         readme = Path(config.readme)
-        readme.writetext_of(rewrite(readme.readtext_of(), rows_of_bench))
+        readme.write_text(rewrite(readme.read_text(), rows_of_bench))
     else:
         for bench, rows in rows_of_bench.items():
             print(f"## {bench}\n\n{table(rows)}\n")
