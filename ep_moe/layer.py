@@ -34,7 +34,9 @@ class MoELayer(nn.Module):
 
     ep = None (all experts here), a ProcessGroup or a DeviceMesh (its ranks share the experts; every
     rank must call the layer equally often, in the same order, and have y in its loss: `y.sum() *
-    0` suffices).
+    0` suffices). Give the experts a group of their own (`process.new_group()`, `dist.new_group()`)
+    beside DistributedDataParallel(find_unused_parameters=True) on ranks that take different
+    branches: within one group its all-reduce on one rank would meet an all-to-all of another.
 
     balance_over: the ranks over which the sequence and global losses and the bias update count, of
     a DeviceMesh all its ranks, whatever its dimensions; by default those of ep, replicas of the

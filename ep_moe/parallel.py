@@ -19,6 +19,7 @@ from ep_moe import check
 from ep_moe.errors import BackendUnavailable, ConfigError
 from ep_moe.peers import Peers, leave_all
 
+TIMEOUT = timedelta(minutes=5)
 MAX_NET = 256  # ranks that all connect to each other at once: a process may open 1024 files
 
 
@@ -147,6 +148,12 @@ class Process:
     world_size: int
     device: torch.device
     group: dist.ProcessGroup | None
+    timeout: timedelta = TIMEOUT
+
+    def new_group(self) -> dist.ProcessGroup | None:
+        """Another group of all ranks with the same timeout, for experts beside what uses `group`:
+        each has an order of exchanges of its own. Every rank must call it. None when alone."""
+        return None if self.group is None else dist.new_group(timeout=self.timeout)
 
     def close(self) -> None:
         """Leave the process group, if this process joined one; never waits for a peer."""
@@ -155,7 +162,7 @@ class Process:
             dist.destroy_process_group()
 
 
-def init_process(*, timeout: timedelta = timedelta(minutes=5)) -> Process:
+def init_process(*, timeout: timedelta = TIMEOUT) -> Process:
     """Join the ranks that torchrun started (NCCL with GPUs, gloo without), or stand alone when it
     did not.
 
@@ -184,4 +191,4 @@ def init_process(*, timeout: timedelta = timedelta(minutes=5)) -> Process:
     group = dist.group.WORLD
     if group is not None and world_size <= MAX_NET:
         Peers.of(group)  # from now on a rank that dies has a name, long before the first layer
-    return Process(rank, local_rank, world_size, device, group)
+    return Process(rank, local_rank, world_size, device, group, timeout)

@@ -1,11 +1,14 @@
 """Groups and devices: everything `ep=` takes, and what is refused."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import ep_moe
+from ep_moe.peers import Peers
 from ep_moe.testing import run_ranks
 
 CONFIG = ep_moe.MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=1)
@@ -73,7 +76,21 @@ def test_alone(torchrun):
     torchrun()
     process = ep_moe.init_process()
     assert (process.rank, process.world_size, process.group) == (0, 1, None)
+    assert process.new_group() is None
     process.close()
+
+
+def rank_makes_a_group(rank):
+    world = dist.group.WORLD
+    process = ep_moe.Process(rank, rank, 2, torch.device("cpu"), world, timedelta(seconds=7))
+    group = process.new_group()
+    assert group is not world
+    assert dist.get_process_group_ranks(group) == [0, 1]
+    assert Peers.of(group)._timeout == 7
+
+
+def test_a_group_beside_that_of_the_process():
+    run_ranks(rank_makes_a_group, 2)
 
 
 def test_more_ranks_than_gpus(monkeypatch, torchrun):
