@@ -141,7 +141,13 @@ class _ExpertMLP(torch.autograd.Function):
         with torch.profiler.record_function("ep_moe.permute"):
             out_gates = gates if gate_on == "output" else None
             out = ops.weighted_sum(y, out_gates, packed.packed_of_arrived)
-        ctx.save_for_backward(rows, gates, pre, w_gate_up, w_down, b_down, *vars(packed).values())
+        indices = (
+            packed.arrived_of_packed,
+            packed.choice_of_packed,
+            packed.packed_of_arrived,
+            packed.offsets,
+        )
+        ctx.save_for_backward(rows, gates, pre, w_gate_up, w_down, b_down, *indices)
         ctx.activation = activation
         ctx.gate_on, ctx.grad_scale, ctx.numerics = gate_on, grad_scale, numerics
         return out
@@ -150,11 +156,17 @@ class _ExpertMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         rows, gates, pre, w_gate_up, w_down, b_down, *indices = ctx.saved_tensors
-        packed = Packed(*indices)
+        arrived_of_packed, choice_of_packed, packed_of_arrived, offsets = indices
+        packed = Packed(
+            arrived_of_packed=arrived_of_packed,
+            choice_of_packed=choice_of_packed,
+            packed_of_arrived=packed_of_arrived,
+            offsets=offsets,
+        )
         needs_rows, needs_gates, needs_gate_up, needs_down, needs_b_gate_up, needs_b_down = (
             ctx.needs_input_grad[:6]
         )
-        scale, offsets = ctx.grad_scale, packed.offsets
+        scale = ctx.grad_scale
         activation, on_output = ops.ACTIVATIONS[ctx.activation], ctx.gate_on == "output"
         d_rows = d_gates = None
         d_w_gate_up = d_w_down = d_b_gate_up = d_b_down = None
@@ -197,8 +209,10 @@ class _ExpertMLP(torch.autograd.Function):
                     d_gate = ops.row_dot(d_packed, packed_rows, numerics=ctx.numerics)
                 if needs_rows:
                     with torch.profiler.record_function("ep_moe.permute_backward"):
-                        in_gates = None if on_output else gates
-                        d_rows = ops.weighted_sum(d_packed, in_gates, packed.packed_of_arrived)
+                        if on_output:
+                            d_rows = ops.gather_backward(d_packed, packed_of_arrived)
+                        else:
+                            d_rows = ops.weighted_sum(d_packed, gates, packed_of_arrived)
             if needs_gates:
                 with torch.profiler.record_function("ep_moe.permute_backward"):
                     d_gates = torch.zeros_like(gates)

@@ -179,6 +179,19 @@ def test_state_dict_round_trip(tmp_path):
     assert torch.equal(twin(x)[0], layer(x)[0])
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_the_selection_bias_stays_fp32_whatever_is_loaded(assign):
+    """A bias in bf16 could not move by .001; the other tensors are taken as they come."""
+    config = small_config(expert_bias=True)
+    state = {name: value.bfloat16() for name, value in random_layer(config).state_dict().items()}
+    layer = MoELayer(config)
+    layer.load_state_dict(state, assign=assign)
+    assert layer.router.expert_bias.dtype == torch.float32
+    assert torch.equal(layer.router.expert_bias, state["router.expert_bias"].float())
+    assert layer.router.weight.dtype == (torch.bfloat16 if assign else torch.float32)
+    assert "expert_bias" in dict(layer.router.named_buffers())
+
+
 def test_the_same_seed_gives_the_same_layer():
     def build(seed):
         torch.manual_seed(seed)

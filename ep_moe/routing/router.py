@@ -12,7 +12,7 @@ from ep_moe import ops
 from ep_moe.config import MoEConfig
 from ep_moe.replay import in_backward, once, recorded
 from ep_moe.routing import balance
-from ep_moe.routing.forced import forced_ids
+from ep_moe.routing.forced import ForcedRouting
 from ep_moe.routing.selection import Choice, choose, dense_probabilities, sanitize, weigh
 from ep_moe.types import Routing, RoutingStats
 
@@ -36,6 +36,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.reduce, self.num_ranks = config, reduce, num_ranks
+        self.forced = None if config.forced_routing == "none" else ForcedRouting(config)
         # This rank's counts since the last optimizer step; kept once `balance_hook` is there to
         # clear them. Not a buffer: DDP would overwrite one rank's with another's.
         self.counting = False
@@ -84,7 +85,9 @@ class Router(nn.Module):
         config = self.config
         logits = sanitize(logits, config, padding_mask)
         shape = (len(logits), config.top_k)
-        choice = once(lambda: recorded(lambda: self._choose(logits, padding_mask), shape))
+        choice = once(
+            lambda: recorded(lambda: self._choose(logits, padding_mask), shape, config.num_experts)
+        )
         n = balance.count_tokens(choice.wanted, config.num_experts)
         self._count(n)
         aux = z = logits.new_zeros(())
@@ -106,8 +109,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _choose(self, logits: Tensor, padding_mask: Tensor | None) -> Choice:
-        forced = self.config.forced_routing != "none"
-        given = forced_ids(len(logits), self.config, logits.device) if forced else None
+        given = self.forced.ids(len(logits), logits.device) if self.forced else None
         return choose(
             logits,
             self.config,
@@ -170,6 +172,12 @@ class Router(nn.Module):
             moved = self.expert_bias if kept.is_meta else kept
             self.expert_bias = moved.to(self.expert_bias.device, torch.float32)
         return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """`load_state_dict(assign=True)` takes the tensor of the file, whatever its dtype."""
+        super()._load_from_state_dict(*args)
+        if self.expert_bias is not None:
+            self.expert_bias = self.expert_bias.float()
 
 
 class _Logits(torch.autograd.Function):
