@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ def full_fp32(device: torch.device) -> Iterator[None]:
 
     The setting is the process's: put nothing but the product in here.
     """
-    backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     asked = backend.matmul.fp32_precision
     if asked not in ("tf32", "bf16"):
         yield
