@@ -37,6 +37,7 @@ from benchmarks.peers import (
     largest_error,
 )
 from benchmarks.records import Recorder
+from benchmarks.rows import CEILING, OURS, latest_rows
 from benchmarks.trace import Replay, record_of
 from ep_moe.config import parse_args
 from ep_moe.measure import profile_stages
@@ -109,7 +110,7 @@ class LayerBench:
         ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Inputs:
     """One input set: x (T,H) and the gradient of y, other data on each rank and in each set; of a
     trace the same routing in each set, and a record of it."""
@@ -165,7 +166,7 @@ class Bench:
             found = harness.ceilings(self.config.torch_dtype, window, process=self.process)
             for method in self.methods:
                 case = {"dtype": self.config.dtype, "method": method, **asdict(window)}
-                self.recorder.add("layer", report.CEILING, case, found)
+                self.recorder.add("layer", CEILING, case, found)
 
     def make_inputs(self, tokens: int) -> list[Inputs]:
         """As many sets as it takes for a call not to find its inputs in the cache."""
@@ -198,13 +199,13 @@ class Bench:
         leaves = list(layer.parameters())
         calls = [_call(direction, partial(self.forward, i), (i.x, *leaves), i.d_y) for i in inputs]
         case = self.case("layer", direction, len(inputs[0].x))
-        self.record(case, {report.OURS: Implementation(calls, layer.transport.caps.graphable)})
+        self.record(case, {OURS: Implementation(calls, layer.transport.caps.graphable)})
         if count := self.config.profiled_calls:
             with profile_stages(self.process) as stages:
                 for _ in range(count):
                     calls[0]()
             metrics = {name: (ms / count, "ms") for name, ms in stages.items()}
-            self.recorder.add("layer_stages", report.OURS, {**case, "calls": count}, metrics)
+            self.recorder.add("layer_stages", OURS, {**case, "calls": count}, metrics)
 
     def time_beside_peers(self, inputs: Sequence[Inputs], direction: Direction) -> None:
         """x, ids and gate weights to y: ours, each peer that agrees with it, the dense bound."""
@@ -232,7 +233,7 @@ class Bench:
 
         graphable = layer.transport.caps.graphable
         ours = calls(Peer(our_moe, torch.int32, torch.float32, graphable))
-        implementations = {report.OURS: Implementation(ours, graphable)}
+        implementations = {OURS: Implementation(ours, graphable)}
         for name in self.config.peers:
             try:
                 peer = PEERS[name](config, experts)
@@ -241,7 +242,7 @@ class Bench:
             else:
                 implementations[name] = Implementation(calls(peer), peer.graphable, check)
         dense = [_dense_call(direction, i.x, config, experts) for i in inputs]
-        implementations[f"{report.CEILING}: dense"] = Implementation(dense, graphable=True)
+        implementations[f"{CEILING}: dense"] = Implementation(dense, graphable=True)
         self.record(self.case("moe", direction, len(inputs[0].x)), implementations)
 
     def case(self, scope: str, direction: Direction, tokens: int) -> dict[str, Any]:
@@ -300,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         bench.run()
         if bench.recorder.writes:
             for name in ("layer", "layer_stages"):
-                rows = report.latest_rows(bench.recorder.written(name))
+                rows = latest_rows(bench.recorder.written(name))
                 print(f"\n## {name}\n\n{report.table(rows)}")
     finally:
         process.close()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.report import Row, varying, words
+from benchmarks.rows import Row, varying, words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

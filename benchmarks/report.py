@@ -4,26 +4,28 @@ Of each (bench, device, case) the latest run counts, with all that it measured a
 numbers of different runs do not compare. Where ours is behind, a line under the table says so.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from benchmarks.records import Record, read_records
+from benchmarks.plots import plot
+from benchmarks.records import read_records
+from benchmarks.rows import (
+    CEILING,
+    OURS,
+    Row,
+    key_of,
+    latest_rows,
+    text_of,
+    timing_of,
+    varying,
+    words,
+)
 from ep_moe.config import parse_args
 
-OURS = "ep_moe"
-CEILING = "ceiling"  # an implementation so named, or `ceiling: ...`, is a bound and no competitor
 _CEILING_OF_UNIT = {"TFLOP/s": "matmul", "TB/s": "copy"}
-_TIMING = (
-    "method",
-    "window_ms",
-    "rest_ms",
-    "rounds",
-)  # how a case was timed, rather than what it is
 _KEPT_IN_RECORDS = ("calls",)  # metrics that no table shows
 _SECTION = re.compile(r"(<!-- table:(\w+)([^>]*?) ?-->\n).*?(<!-- /table:\2 -->)", re.DOTALL)
 
@@ -45,46 +47,6 @@ class ReportConfig:
     results: str = "benchmarks/results"
     readme: str | None = None
     plots: str | None = None
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one run measured of one implementation in one case.
-
-    metrics   name -> (value, unit)
-    ceilings  what this run found the machine able to do in equal windows; empty if it did not look
-    source    any of the records
-    """
-
-    case: dict[str, Any]
-    impl: str
-    metrics: dict[str, tuple[float, str]]
-    ceilings: dict[str, tuple[float, str]]
-    source: Record
-
-    @property
-    def time_ms(self) -> float | None:
-        return self.metrics["time"][0] if "time" in self.metrics else None
-
-
-def latest_rows(records: Sequence[Record]) -> list[Row]:
-    """The rows of the latest run of each (bench, device, case), in the order of their records."""
-    latest: dict[tuple[str, ...], tuple[str, str]] = {}
-    ceilings: dict[tuple[str, str], dict[str, tuple[float, str]]] = {}
-    for r in records:
-        place = (r.bench, r.device, _key(r.case))
-        latest[place] = max(latest.get(place, ("", "")), (r.date, r.run))
-        if r.impl == CEILING:
-            ceilings.setdefault((r.run, _key(_timing(r.case))), {})[r.metric] = (r.value, r.unit)
-    rows: dict[tuple[str, ...], Row] = {}
-    for r in records:
-        place = (r.bench, r.device, _key(r.case))
-        if r.impl == CEILING or latest[place] != (r.date, r.run):
-            continue
-        bounds = ceilings.get((r.run, _key(_timing(r.case))), {})
-        row = rows.setdefault((*place, r.impl), Row(r.case, r.impl, {}, bounds, r))
-        row.metrics[r.metric] = (r.value, r.unit)
-    return list(rows.values())
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -112,17 +74,6 @@ def rewrite(text: str, rows_of_bench: Mapping[str, Sequence[Row]]) -> str:
     return _SECTION.sub(section, text)
 
 
-def varying(rows: Sequence[Row]) -> list[str]:
-    """The case keys that do not have one value in all rows."""
-    keys = dict.fromkeys(key for row in rows for key in row.case)
-    return [key for key in keys if len({json.dumps(row.case.get(key)) for row in rows}) > 1]
-
-
-def words(case: Mapping[str, Any]) -> str:
-    """`tokens 64, dtype bfloat16`"""
-    return ", ".join(f"{key} {_text(value)}" for key, value in case.items())
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse_args(ReportConfig, argv)
     rows_of_bench = {
@@ -135,8 +86,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         for bench, rows in rows_of_bench.items():
             print(f"## {bench}\n\n{table(rows)}\n")
     if config.plots:
-        from benchmarks.plots import plot
-
         folder = Path(config.plots)
         folder.mkdir(parents=True, exist_ok=True)
         for bench, rows in rows_of_bench.items():
@@ -161,7 +110,7 @@ def _columns(rows: Sequence[Row]) -> list[tuple[str, Callable[[Row], str]]]:
     """(heading, what a row shows there): case values that differ, the implementation, metrics."""
     columns: list[tuple[str, Callable[[Row], str]]] = []
     for key in varying(rows):
-        columns.append((key, lambda row, key=key: _text(row.case.get(key, ""))))
+        columns.append((key, lambda row, key=key: text_of(row.case.get(key, ""))))
     columns.append(("implementation", lambda row: row.impl))
     ours = _our_times(rows)
     longest_first = sorted(rows, key=lambda row: -len(row.metrics))  # it has all metrics in order
@@ -197,7 +146,7 @@ def _is_spread(metric: str) -> bool:
 
 
 def _ratio(row: Row, *, ours: Mapping[str, float]) -> str:
-    base = ours.get(_key(row.case))
+    base = ours.get(key_of(row.case))
     return f"{row.time_ms / base:.2f}" if row.time_ms and base else ""
 
 
@@ -217,7 +166,7 @@ def _caption(rows: Sequence[Row]) -> str:
     lines[f"In every row: {words(same)}."] = None
     for row in rows:
         if row.ceilings:
-            where = words({"run": row.source.run, **_timing(row.case)})
+            where = words({"run": row.source.run, **timing_of(row.case)})
             names = (name for name in row.ceilings if not _is_spread(name))
             found = (
                 f"{name} {_value(row.ceilings, name)} {row.ceilings[name][1]}" for name in names
@@ -231,7 +180,7 @@ def _losses(rows: Sequence[Row]) -> list[str]:
     ours = _our_times(rows)
     lost = []
     for row in rows:
-        base = ours.get(_key(row.case))
+        base = ours.get(key_of(row.case))
         if base and row.time_ms and row.time_ms < base and not row.impl.startswith(CEILING):
             where = words({key: row.case.get(key) for key in varying(rows)}) or "the only case"
             lost.append(f"- {row.impl} is {base / row.time_ms:.2f} times as fast: {where}")
@@ -239,26 +188,14 @@ def _losses(rows: Sequence[Row]) -> list[str]:
 
 
 def _our_times(rows: Sequence[Row]) -> dict[str, float]:
-    return {_key(row.case): row.time_ms for row in rows if row.impl == OURS and row.time_ms}
+    return {key_of(row.case): row.time_ms for row in rows if row.impl == OURS and row.time_ms}
 
 
 def _matches(row: Row, wanted: Mapping[str, str]) -> bool:
     device = wanted.get("device", "")
     return device in row.source.device and all(
-        _text(row.case.get(key)) == value for key, value in wanted.items() if key != "device"
+        text_of(row.case.get(key)) == value for key, value in wanted.items() if key != "device"
     )
-
-
-def _timing(case: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: case[key] for key in _TIMING if key in case}
-
-
-def _key(case: Mapping[str, Any]) -> str:
-    return json.dumps(case, sort_keys=True)
-
-
-def _text(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _number(value: float) -> str:

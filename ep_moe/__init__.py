@@ -10,6 +10,7 @@ from ep_moe.errors import (
     InputError,
     PeerLost,
     RecomputationMismatch,
+    ReentrantCheckpoint,
     SplitMismatch,
 )
 from ep_moe.experts import Experts
@@ -49,6 +50,7 @@ __all__ = [
     "PeerLost",
     "Process",
     "RecomputationMismatch",
+    "ReentrantCheckpoint",
     "Routing",
     "RoutingRecord",
     "RoutingStats",

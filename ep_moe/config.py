@@ -57,10 +57,11 @@ class SelectionConfig:
             treat all logits as equal
         capacity_factor: an expert takes ceil(K * T / E * this) of a rank's T tokens; unset = all
             that come (dropless)
-        capacity_policy: who stays: the first tokens, the most probable, or the first and, of the
-            others, those that find another expert with room
-        min_capacity: the least that an expert takes
-        renormalize_after_drop: let a token's remaining weights sum to what all of them did
+        capacity_policy: with capacity_factor, who stays: the first tokens, the most probable, or
+            the first and, of the others, those that find another expert with room
+        min_capacity: with capacity_factor, the least that an expert takes
+        renormalize_after_drop: with capacity_factor, let a token's remaining weights sum to what
+            all of them did
     """
 
     top_k: int
@@ -97,12 +98,14 @@ class SelectionConfig:
                 _finite(factor) and factor > 0, "capacity_factor", factor, "finite and above 0"
             )
             if factor <= 1:
-                warnings.warn(
+                _warn(
                     f"capacity_factor = {factor} leaves no room for any imbalance: tokens will be "
-                    "dropped; above 1 leaves some, unset drops none",
-                    stacklevel=3,
+                    "dropped; above 1 leaves some, unset drops none"
                 )
         _require(self.min_capacity >= 0, "min_capacity", self.min_capacity, "0 or more")
+        if self.capacity_factor is None:
+            idle = ("capacity_policy", "min_capacity", "renormalize_after_drop")
+            _require_defaults(self, idle, "while capacity_factor is unset, which drops nothing")
 
     def check_experts(self, num_experts: int) -> None:
         """Refuse a number of experts that these rules cannot choose from."""
@@ -148,7 +151,9 @@ class MoEConfig(SelectionConfig):
         forced_routing: for benchmarks: ignore the logits' order and spread tokens evenly, or skewed
         forced_skew: with forced_routing skewed: load of the busiest expert over the mean load
         numerics: fast, or exact: y, dX and the experts' gradients do not depend, to the last bit,
-            on the number of ranks or on the other tokens in the batch; slower, and more bytes move
+            on the number of ranks or on the other tokens in the batch; slower, and more bytes move.
+            On a CPU for one number of threads, the same in every run that is compared
+            (OMP_NUM_THREADS, which torchrun sets to 1 for several ranks; torch.set_num_threads)
         transport: how rows cross ranks; auto = local for one rank, collective for more
         loss_reduction: mean = each rank's loss is a mean over its tokens and ranks are averaged;
             sum = they are added
@@ -201,14 +206,16 @@ class MoEConfig(SelectionConfig):
                 "false without shared experts",
             )
         if self.top_k == 1 and self.renormalize:
-            warnings.warn(
+            _warn(
                 "top_k = 1 with renormalize = True makes every gate weight 1: the router gets no "
-                "gradient from the loss; set renormalize = False",
-                stacklevel=3,
+                "gradient from the loss; set renormalize = False"
             )
         for name in ("aux_loss_coef", "z_loss_coef"):
             value = getattr(self, name)
             _require(_finite(value) and value >= 0, name, value, "finite and 0 or more")
+        if not self.aux_loss_coef:
+            rule = "while aux_loss_coef = 0: there is no loss to have a scope"
+            _require_defaults(self, ("aux_loss_scope",), rule)
         _require(
             _finite(self.temperature) and self.temperature > 0,
             "temperature",
@@ -220,6 +227,8 @@ class MoEConfig(SelectionConfig):
             f"between 1 and num_experts / top_k = {limit:g}: an expert takes a token once at most"
         )
         _require(1 <= self.forced_skew <= limit, "forced_skew", self.forced_skew, rule)
+        if self.forced_routing != "skewed":
+            _require_defaults(self, ("forced_skew",), "without forced_routing = 'skewed'")
         if self.capacity_factor is not None and self.capacity_policy == "reroute":
             _require(
                 self.forced_routing == "none",
@@ -342,6 +351,25 @@ def _canonical_argument(word: str) -> str:
 def _require(holds: bool, field: str, got: object, rule: str) -> None:
     if not holds:
         raise ConfigError(field, got, rule)
+
+
+def _require_defaults(config: SelectionConfig, names: Sequence[str], where: str) -> None:
+    """Refuse a field that was set and would do nothing."""
+    for f in fields(config):
+        if f.name in names:
+            value = getattr(config, f.name)
+            _require(value == f.default, f.name, value, f"{f.default!r} {where}")
+
+
+def _warn(message: str) -> None:
+    """At the line that made the config: constructors, `replace` and the parser of command lines may
+    stand in between."""
+    frame, level, outside = sys._getframe(), 1, 1
+    while frame is not None:
+        if frame.f_globals.get("__name__") in (__name__, "dataclasses"):
+            outside = level + 1
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=outside)
 
 
 def _finite(value: float) -> bool:

@@ -2,8 +2,15 @@
 the switch to change."""
 
 
-class _Refused(ValueError):
-    """args are (what, got, rule), all strings, so that a process pool can pickle it."""
+class _Picklable(Exception):
+    """Its constructor takes something else than args; a process pool makes it again without."""
+
+    def __reduce__(self) -> tuple:
+        return self.__class__.__new__, (self.__class__, *self.args), vars(self)
+
+
+class _Refused(_Picklable, ValueError):
+    """args are (what, got, rule), all strings."""
 
     verb = "is"
 
@@ -20,9 +27,6 @@ class ConfigError(_Refused):
     def __init__(self, field: str, got: object, rule: str) -> None:
         super().__init__(field, repr(got), rule)
 
-    def __reduce__(self) -> tuple:
-        return self.__class__.__new__, (self.__class__, *self.args)
-
 
 class InputError(_Refused):
     """Says which argument of a call is wrong, what it was, and what would be accepted."""
@@ -36,12 +40,17 @@ class BackendUnavailable(RuntimeError):
     choose instead."""
 
 
+class ReentrantCheckpoint(RuntimeError):
+    """A checkpoint with use_reentrant=True around a layer, which would lose gradients in silence:
+    use_reentrant=False is the switch."""
+
+
 class RecomputationMismatch(RuntimeError):
     """Activation checkpointing routed a token differently the second time, so gradients would be
     wrong."""
 
 
-class PeerLost(RuntimeError):
+class PeerLost(_Picklable, RuntimeError):
     """A rank that this one needs is gone: says which, why as far as that is known, and what this
     rank was waiting for. Ranks are global ones."""
 
@@ -50,7 +59,7 @@ class PeerLost(RuntimeError):
         self.rank, self.peer, self.stage = rank, peer, stage
 
 
-class DispatchTimeout(RuntimeError):
+class DispatchTimeout(_Picklable, RuntimeError):
     """Somebody waited for longer than the timeout of the group: says who, for what, and where the
     others were. `first` is the rank that gave up first; without it the others cannot go on."""
 
@@ -67,7 +76,7 @@ class CallMismatch(RuntimeError):
     call their layers in a different order or number."""
 
 
-class SplitMismatch(RuntimeError):
+class SplitMismatch(_Picklable, RuntimeError):
     """With EP_MOE_CHECK=1: a rank would send another number of rows than its peer expects.
 
     `bad` holds (source, destination, sent, expected), ranks of the group.

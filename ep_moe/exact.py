@@ -5,12 +5,17 @@ origin sums gate * y in slot order in fp32. No sum then depends on which ranks h
 experts. With products in fixed row blocks (`ops.numerics`) y and dX depend neither on the number of
 ranks nor on the other tokens, and the expert weight gradients do not depend on the number of ranks
 when rank r holds the r-th contiguous chunk of the batch. The origin keeps y of all slots (N,H).
+
+All of it is for one number of threads, the same in every process of every run that is compared: a
+library shares out a product, even one block of it, by how many there are. torchrun gives each of
+several ranks one thread unless OMP_NUM_THREADS is set; a process started by hand takes all cores.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ep_moe import ops
 from ep_moe.types import Routing
@@ -38,6 +43,12 @@ def exact_linear(x: Tensor, weight: Tensor) -> Tensor:
     return _ExactLinear.apply(x, weight.to(x.dtype))
 
 
+def exact_gated(y: Tensor, gate: Tensor) -> Tensor:
+    """y * gate, where a row of d_gate depends on that row alone. (T,H), (T,1) -> (T,H)"""
+    rows = torch.arange(len(y), dtype=torch.int32, device=y.device)
+    return _SumSlots.apply(y, gate, rows[:, None])
+
+
 def slots_of(ids: Tensor) -> Tensor:
     """[[3,-1],[0,2]] -> [[0,-1],[2,3]]: the slots of each token, -1 where it goes nowhere."""
     slots = torch.arange(ids.numel(), dtype=torch.int32, device=ids.device).view(ids.shape)
@@ -51,6 +62,7 @@ class _SplitSlots(torch.autograd.Function):
         return x.repeat_interleave(top_k, dim=0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_slots: Tensor) -> tuple[Tensor, None]:
         slots = torch.arange(len(d_slots), dtype=torch.int32, device=d_slots.device)
         tokens = len(d_slots) // ctx.top_k
@@ -64,6 +76,7 @@ class _SumSlots(torch.autograd.Function):
         return ops.weighted_sum(y, gate_weights, slots)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None]:
         grads = ops.weighted_sum_backward(d_out, *ctx.saved_tensors, numerics="exact")
         return grads.y, grads.gate_weights, None
@@ -76,6 +89,7 @@ class _ExactLinear(torch.autograd.Function):
         return ops.matmul(x, weight.t(), numerics="exact", out=x.new_empty(len(x), len(weight)))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad

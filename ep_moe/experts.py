@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ep_moe import ops
 from ep_moe.config import MoEConfig
-from ep_moe.exact import exact_linear
+from ep_moe.exact import exact_gated, exact_linear
 from ep_moe.parallel import ExpertParallel
 from ep_moe.types import Arrived, Packed
 
@@ -106,7 +107,10 @@ class SharedExperts(nn.Module):
         linear = F.linear if self.numerics == "fast" else exact_linear
         hidden = ops.ACTIVATIONS[self.activation].forward(linear(x, self.w_gate_up))
         out = linear(hidden, self.w_down)
-        return out if self.w_gate is None else out * torch.sigmoid(linear(x, self.w_gate))
+        if self.w_gate is None:
+            return out
+        gate = ops.sigmoid(linear(x, self.w_gate))
+        return out * gate if self.numerics == "fast" else exact_gated(out, gate)
 
 
 class _ExpertMLP(torch.autograd.Function):
@@ -137,19 +141,32 @@ class _ExpertMLP(torch.autograd.Function):
         with torch.profiler.record_function("ep_moe.permute"):
             out_gates = gates if gate_on == "output" else None
             out = ops.weighted_sum(y, out_gates, packed.packed_of_arrived)
-        ctx.save_for_backward(rows, gates, pre, w_gate_up, w_down, b_down, *vars(packed).values())
+        indices = (
+            packed.arrived_of_packed,
+            packed.choice_of_packed,
+            packed.packed_of_arrived,
+            packed.offsets,
+        )
+        ctx.save_for_backward(rows, gates, pre, w_gate_up, w_down, b_down, *indices)
         ctx.activation = activation
         ctx.gate_on, ctx.grad_scale, ctx.numerics = gate_on, grad_scale, numerics
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         rows, gates, pre, w_gate_up, w_down, b_down, *indices = ctx.saved_tensors
-        packed = Packed(*indices)
+        arrived_of_packed, choice_of_packed, packed_of_arrived, offsets = indices
+        packed = Packed(
+            arrived_of_packed=arrived_of_packed,
+            choice_of_packed=choice_of_packed,
+            packed_of_arrived=packed_of_arrived,
+            offsets=offsets,
+        )
         needs_rows, needs_gates, needs_gate_up, needs_down, needs_b_gate_up, needs_b_down = (
             ctx.needs_input_grad[:6]
         )
-        scale, offsets = ctx.grad_scale, packed.offsets
+        scale = ctx.grad_scale
         activation, on_output = ops.ACTIVATIONS[ctx.activation], ctx.gate_on == "output"
         d_rows = d_gates = None
         d_w_gate_up = d_w_down = d_b_gate_up = d_b_down = None
@@ -160,7 +177,7 @@ class _ExpertMLP(torch.autograd.Function):
                 gate = _gate_of_packed(gates, packed)
             h = activation.forward(pre)
             d_h = ops.grouped_gemm_dgrad(d_out_packed, w_down, offsets, numerics=ctx.numerics)
-            d_h = d_h.to(gate.dtype)
+            d_h = d_h.to(torch.promote_types(gate.dtype, h.dtype))
             d_y = d_out_packed
             if on_output:
                 # From d_h before the gate: y itself was never kept.
@@ -192,8 +209,10 @@ class _ExpertMLP(torch.autograd.Function):
                     d_gate = ops.row_dot(d_packed, packed_rows, numerics=ctx.numerics)
                 if needs_rows:
                     with torch.profiler.record_function("ep_moe.permute_backward"):
-                        in_gates = None if on_output else gates
-                        d_rows = ops.weighted_sum(d_packed, in_gates, packed.packed_of_arrived)
+                        if on_output:
+                            d_rows = ops.gather_backward(d_packed, packed_of_arrived)
+                        else:
+                            d_rows = ops.weighted_sum(d_packed, gates, packed_of_arrived)
             if needs_gates:
                 with torch.profiler.record_function("ep_moe.permute_backward"):
                     d_gates = torch.zeros_like(gates)

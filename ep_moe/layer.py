@@ -1,11 +1,13 @@
 """The layer: route, dispatch, experts, combine."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,7 +16,7 @@ from ep_moe.dispatch import Transport, combine, dispatch, make_transport
 from ep_moe.errors import BackendUnavailable, ConfigError, InputError
 from ep_moe.exact import split_slots, sum_slots
 from ep_moe.experts import Experts, SharedExperts
-from ep_moe.parallel import ExpertParallel
+from ep_moe.parallel import ExpertParallel, Ranks
 from ep_moe.replay import refuse_reentrant_checkpoint
 from ep_moe.routing import Router
 from ep_moe.types import Routing, RoutingStats
@@ -24,8 +26,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def graph_break(function: F) -> F:
     """Code around it compiles; it is left alone, for its sizes are data. Keeps the signature for
-    type checkers, which torch's own decorator does not."""
-    return cast(F, torch.compiler.disable(function))
+    type checkers, which torch's own decorators do not.
+
+    Not torch.compiler.disable, which imports torch._dynamo at once: half of the time that importing
+    this package takes. This one, torch's own for its optimizers and DDP, imports it in a call.
+    """
+    return cast(F, _disable_dynamo(function))
 
 
 class MoELayer(nn.Module):
@@ -33,10 +39,13 @@ class MoELayer(nn.Module):
 
     ep = None (all experts here), a ProcessGroup or a DeviceMesh (its ranks share the experts; every
     rank must call the layer equally often, in the same order, and have y in its loss: `y.sum() *
-    0` suffices).
+    0` suffices). Give the experts a group of their own (`process.new_group()`, `dist.new_group()`)
+    beside DistributedDataParallel(find_unused_parameters=True) on ranks that take different
+    branches: within one group its all-reduce on one rank would meet an all-to-all of another.
 
-    balance_over: the ranks over which the sequence and global losses and the bias update count; by
-    default those of ep. Give the whole data-parallel world when it is larger.
+    balance_over: the ranks over which the sequence and global losses and the bias update count, of
+    a DeviceMesh all its ranks, whatever its dimensions; by default those of ep, replicas of the
+    experts included. Give the whole data-parallel world when it is larger.
 
     Raises ConfigError when the experts do not divide among the ranks or the transport is unknown or
     cannot serve them.
@@ -53,11 +62,11 @@ class MoELayer(nn.Module):
         self.config = config
         self.ep = ExpertParallel.resolve(ep)
         self.transport = make_transport(config.transport, self.ep)
-        balance = ExpertParallel.resolve(ep if balance_over is None else balance_over)
+        balance = Ranks.resolve(self.ep if balance_over is None else balance_over)
         self.router = Router(config, reduce=balance.sum, num_ranks=balance.size)
         self.experts = Experts(config, self.ep)
         self.shared_experts = SharedExperts(config) if config.shared_size else None
-        self._known_wrapper: int | None = None
+        self._known_wrapper: weakref.ref[nn.Module] | None = None  # an id may come again
 
     @graph_break
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, RoutingStats]:
@@ -83,9 +92,9 @@ class MoELayer(nn.Module):
     def _refuse_ddp_on_experts(self) -> None:
         """Once per wrapper: walking all parameters in each call would cost more than it."""
         wrapper = DistributedDataParallel._get_active_ddp_module()
-        if wrapper is None or self.ep.size == 1 or self._known_wrapper == id(wrapper):
+        if wrapper is None or self.ep.size == 1 or self._is_known(wrapper):
             return
-        mine = {id(parameter) for parameter in self.experts.parameters()}
+        mine = {id(parameter) for parameter in self.experts.parameters(recurse=False)}
         for name, parameter in wrapper.module.named_parameters():
             if id(parameter) in mine and name not in wrapper.parameters_to_ignore:
                 raise ConfigError(
@@ -94,7 +103,10 @@ class MoELayer(nn.Module):
                     "built after ep_moe.ddp_ignore(the module it wraps), and the experts set "
                     "again: it has overwritten them with those of another rank",
                 )
-        self._known_wrapper = id(wrapper)
+        self._known_wrapper = weakref.ref(wrapper)
+
+    def _is_known(self, wrapper: nn.Module) -> bool:
+        return self._known_wrapper is not None and self._known_wrapper() is wrapper
 
     def _flatten(self, x: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(..., H) -> (T,H), with zeros at padding: its NaNs must not reach a weight gradient."""

@@ -1,12 +1,11 @@
-"""Where the program runs: torchrun's environment, this rank's device, and the expert-parallel
-group.
+"""Where the program runs: torchrun's environment, this rank's device, and the groups of ranks.
 
 `ep=` takes None, a ProcessGroup or a DeviceMesh everywhere; `ExpertParallel.resolve` is the one
-place that knows.
+place that knows who shares experts, `Ranks.resolve` who adds up.
 """
 
+import math
 import os
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +19,7 @@ from ep_moe import check
 from ep_moe.errors import BackendUnavailable, ConfigError
 from ep_moe.peers import Peers, leave_all
 
+TIMEOUT = timedelta(minutes=5)
 MAX_NET = 256  # ranks that all connect to each other at once: a process may open 1024 files
 
 
@@ -72,14 +72,6 @@ class ExpertParallel:
         each = num_experts // self.size
         return range(self.rank * each, (self.rank + 1) * each)
 
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of the ranks' values, on every rank; a new tensor."""
-        total = value.clone()
-        if self.group is not None:
-            with self.waiting(f"the sum of a tensor of shape {tuple(value.shape)}"):
-                dist.all_reduce(total, group=self.group)
-        return total
-
     def waiting(
         self, stage: str, splits: check.Splits | None = None
     ) -> AbstractContextManager[None]:
@@ -90,14 +82,61 @@ class ExpertParallel:
         must come here equally often, in the same order, with the same stage; EP_MOE_CHECK=1 holds
         them to it, and compares the splits of an all-to-all.
         """
-        if self.group is None or self.size == 1:
-            return nullcontext()
-        if check.wanted():
-            check.same_exchange(self.peers, stage, splits)
-        return self.peers.waiting(stage)
+        return nullcontext() if self.group is None else _waiting(self.group, stage, splits)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ExpertParallel":
         return self  # a copy of a layer talks to the same ranks
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Ranks that add up: those of one group or, group after group, all of a mesh. Along its
+    dimensions in turn a sum reaches every rank, without a group of all of them."""
+
+    groups: tuple[dist.ProcessGroup, ...] = ()
+
+    @classmethod
+    def resolve(cls, over: "dist.ProcessGroup | DeviceMesh | ExpertParallel | None") -> "Ranks":
+        """None = this process alone; a group = its ranks; a mesh of any number of dimensions = all
+        of its ranks."""
+        if isinstance(over, ExpertParallel):
+            groups = (over.group, over.replicas)
+            return cls(tuple(group for group in groups if group is not None))
+        if isinstance(over, DeviceMesh):
+            return cls(tuple(over.get_all_groups()))
+        if over is None:
+            return cls()
+        if not isinstance(over, dist.ProcessGroup):
+            rule = "None, a torch.distributed ProcessGroup or a DeviceMesh"
+            raise ConfigError("balance_over", over, rule)
+        return cls((over,))
+
+    @property
+    def size(self) -> int:
+        return math.prod(group.size() for group in self.groups)
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' values, on every rank; a new tensor. Of integers, so that the order
+        in which they are added does not show."""
+        total = value.clone()
+        for group in self.groups:
+            with _waiting(group, f"the sum of a tensor of shape {tuple(value.shape)}"):
+                dist.all_reduce(total, group=group)
+        return total
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Ranks":
+        return self  # as ExpertParallel
+
+
+def _waiting(
+    group: dist.ProcessGroup, stage: str, splits: check.Splits | None = None
+) -> AbstractContextManager[None]:
+    if group.size() == 1:
+        return nullcontext()
+    peers = Peers.of(group)
+    if check.wanted():
+        check.same_exchange(peers, stage, splits)
+    return peers.waiting(stage)
 
 
 @dataclass(frozen=True)
@@ -109,6 +148,12 @@ class Process:
     world_size: int
     device: torch.device
     group: dist.ProcessGroup | None
+    timeout: timedelta = TIMEOUT
+
+    def new_group(self) -> dist.ProcessGroup | None:
+        """Another group of all ranks with the same timeout, for experts beside what uses `group`:
+        each has an order of exchanges of its own. Every rank must call it. None when alone."""
+        return None if self.group is None else dist.new_group(timeout=self.timeout)
 
     def close(self) -> None:
         """Leave the process group, if this process joined one; never waits for a peer."""
@@ -117,9 +162,7 @@ class Process:
             dist.destroy_process_group()
 
 
-def init_process(
-    *, timeout: timedelta = timedelta(minutes=5), environ: Mapping[str, str] = os.environ
-) -> Process:
+def init_process(*, timeout: timedelta = TIMEOUT) -> Process:
     """Join the ranks that torchrun started (NCCL with GPUs, gloo without), or stand alone when it
     did not.
 
@@ -127,8 +170,10 @@ def init_process(
     Every wait for a peer ends after `timeout`. Raises BackendUnavailable when this host has
     fewer visible GPUs than ranks.
     """
-    rank, local_rank = int(environ.get("RANK", 0)), int(environ.get("LOCAL_RANK", 0))
-    world_size = int(environ.get("WORLD_SIZE", 1))
+    rank, local_rank, world_size = (
+        int(os.environ.get(name, default))
+        for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
+    )
     gpus = torch.cuda.device_count()
     if gpus and local_rank >= gpus:
         raise BackendUnavailable(
@@ -146,4 +191,4 @@ def init_process(
     group = dist.group.WORLD
     if group is not None and world_size <= MAX_NET:
         Peers.of(group)  # from now on a rank that dies has a name, long before the first layer
-    return Process(rank, local_rank, world_size, device, group)
+    return Process(rank, local_rank, world_size, device, group, timeout)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
-from ep_moe.errors import InputError, RecomputationMismatch
+from ep_moe.errors import InputError, RecomputationMismatch, ReentrantCheckpoint
 
 T = TypeVar("T")
 
@@ -96,14 +96,14 @@ def refuse_reentrant_checkpoint() -> None:
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code is CheckpointFunction.backward.__code__:
-            raise RecomputationMismatch(
+            raise ReentrantCheckpoint(
                 "checkpoint(use_reentrant=True) around an ep_moe layer silently detaches the "
                 "losses in RoutingStats: pass use_reentrant=False"
             )
         frame = frame.f_back
 
 
-@dataclass
+@dataclass(eq=False)
 class RoutingRecord:
     """What each layer call chose, in order: named tuples of tensors (T,K) (`routing.Choice`)."""
 
@@ -136,16 +136,21 @@ def record_routing() -> Iterator[RoutingRecord]:
 
 @contextmanager
 def replay_routing(record: RoutingRecord) -> Iterator[None]:
-    """Layers called inside take the recorded choices, in order; weights come from their own
-    logits."""
-    token = _GIVEN.set(iter(record.choices))
+    """Layers called inside take the recorded choices, in order and all of them; weights come from
+    their own logits. Raises InputError for a record of other calls: longer, shorter, of another
+    shape or of more experts."""
+    given = iter(record.choices)
+    token = _GIVEN.set(given)
     try:
         yield
     finally:
         _GIVEN.reset(token)
+    if left := len(list(given)):
+        got = f"{left} of {len(record.choices)} choices longer than the calls of layers inside"
+        raise InputError("the routing record", got, "of these calls alone, one choice each")
 
 
-def recorded(choose: Callable[[], Any], shape: tuple[int, int]) -> Any:
+def recorded(choose: Callable[[], Any], shape: tuple[int, int], num_experts: int) -> Any:
     """choose(), or the next recorded choice; recorded in turn when somebody records. What a
     checkpoint chooses again is no call of its own."""
     given, record = _GIVEN.get(), _RECORD.get()
@@ -162,9 +167,23 @@ def recorded(choose: Callable[[], Any], shape: tuple[int, int]) -> Any:
         choice = next(given, None)
         if choice is None:
             raise InputError("the routing record", "at its end", "as long as the layers called")
-        if tuple(choice[0].shape) != shape:
-            got = f"of shape {tuple(choice[0].shape)} at this call"
-            raise InputError("the routing record", got, f"of shape {shape}")
+        _require_choice_of(choice, shape, num_experts)
     if record is not None:
         record.choices.append(choice)
     return choice
+
+
+def _require_choice_of(choice: Any, shape: tuple[int, int], num_experts: int) -> None:
+    """Reads the ids, one host sync on a GPU: an expert that the layer lacks would fail far from
+    here, and on a GPU take the process with it."""
+    if tuple(choice.ids.shape) != shape:
+        got = f"of shape {tuple(choice.ids.shape)} at this call"
+        raise InputError("the routing record", got, f"of shape {shape}")
+    if not choice.ids.numel():
+        return
+    ids = torch.stack([choice.ids, choice.wanted])
+    low, high = torch.stack(ids.aminmax()).tolist()
+    if low < -1 or high >= num_experts:
+        got = f"of experts {low} to {high} at this call"
+        rule = f"-1 (nowhere) or 0 to {num_experts - 1}: the layer has {num_experts} experts"
+        raise InputError("the routing record", got, rule)

@@ -59,7 +59,8 @@ def run_ranks(
     only: traffic goes through sockets).
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "ep_moe"])
+    # torch._dynamo: the first call of a layer needs it, which would be paid by every rank
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "ep_moe"])
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(

@@ -22,7 +22,7 @@ _FORMAT = 1
 _HEADER = ("format", "num_experts", "top_k", "steps", "layers", "tokens_per_step", "origin")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RoutingTrace:
     """S optimizer steps of L layers, each with the T tokens of all ranks, in rank order.
 

@@ -1,4 +1,5 @@
-"""What flows through a layer: Routing -> Arrived -> Packed, and the statistics beside them.
+"""What flows through a layer: Routing -> Arrived -> Packed, and the statistics beside them. None of
+them compares its tensors: `==` is identity.
 
 T tokens of this rank, H hidden size, E experts in all, K choices per token, E_loc experts of this
 rank, A arrived rows (a token goes to a rank once), S packed rows (one per arrived row and local
@@ -14,7 +15,7 @@ from torch import Tensor
 from ep_moe.errors import InputError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Routing:
     """Which experts each token goes to, and how much each counts.
 
@@ -56,7 +57,7 @@ class Routing:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Arrived:
     """The rows that this rank's experts have to work on, ordered by (source rank, source token).
 
@@ -73,7 +74,7 @@ class Arrived:
     plan: Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Packed:
     """The order in which experts work: packed rows sorted by local expert, then by arrived row.
 
@@ -108,3 +109,7 @@ class RoutingStats(NamedTuple):
     dropped_choices: Tensor
     aux_loss: Tensor
     z_loss: Tensor
+
+    __eq__ = object.__eq__
+    __ne__ = object.__ne__
+    __hash__ = object.__hash__

@@ -30,7 +30,7 @@ _SKIPPED_FOLDERS = {
 _HELD_OUT_ONE_IN = 32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Corpus:
     """Two texts that share no file, each a 1-d uint8 tensor of bytes."""
 

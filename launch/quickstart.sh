@@ -28,8 +28,8 @@ train() {
 }
 
 echo "$name-unbalanced: the first steps without the balance loss"
-train "$@" --name "$name-unbalanced" --model.moe.aux_loss_coef=0 --stop_after=100 \
-    --resume=null --record_routing.steps='[]' --report=false
+train "$@" --name "$name-unbalanced" --model.moe.aux_loss_coef=0 \
+    --model.moe.aux_loss_scope=micro_batch --stop_after=100 --resume=null --record_routing.steps='[]' --report=false
 echo
 echo "$name: the run itself"
 train --name "$name" --compare_with "$name-unbalanced" "$@"

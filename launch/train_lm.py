@@ -124,7 +124,8 @@ class RunConfig:
 def train(config: RunConfig, process: ep_moe.Process) -> dict[str, Any]:
     """The whole run, on every rank; returns the final figures."""
     torch.manual_seed(config.seed)  # EP: one seed on all ranks gives the same experts on any number
-    model = LanguageModel(config.model, ep=process.group)
+    # EP: a group of their own, so that no exchange of the experts meets one of DDP's.
+    model = LanguageModel(config.model, ep=process.new_group())
     model.to(process.device, DTYPES[config.dtype])
     ep_moe.ddp_ignore(model)  # EP: DDP must not average this rank's experts with another's
     replicated = model if process.group is None else DistributedDataParallel(model)

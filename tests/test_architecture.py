@@ -79,6 +79,40 @@ def test_an_upward_import_is_seen(tmp_path):
         PACKAGE, ROOT = before
 
 
+def neighbours(path: Path) -> set[str]:
+    """The files of its own folder that a file imports, by name, inside functions too."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    stems = {name.removeprefix(f"{path.parent.name}.") for name in names}
+    return {stem for stem in stems if (path.parent / f"{stem}.py").exists()}
+
+
+def circles(folder: Path) -> list[str]:
+    """What is left once files that import nothing that is left are taken away, again and again."""
+    left = {path.stem: neighbours(path) for path in folder.glob("*.py")}
+    while done := [name for name, imported in left.items() if not imported & left.keys()]:
+        for name in done:
+            del left[name]
+    return sorted(left)
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "launch"])
+def test_programs_import_each_other_in_one_direction(folder):
+    assert any(neighbours(path) for path in (ROOT / folder).glob("*.py"))
+    assert circles(ROOT / folder) == []
+
+
+def test_a_circle_is_seen(tmp_path):
+    (tmp_path / "leaf.py").write_text("import ast\n")
+    (tmp_path / "plots.py").write_text("from report import Row\nimport leaf\n")
+    (tmp_path / "report.py").write_text("def main():\n    from plots import plot\n")
+    assert circles(tmp_path) == ["plots", "report"]
+
+
 def test_files_are_short():
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "*.py", "*.sh"],

@@ -3,14 +3,16 @@ says."""
 
 import copy
 import pickle
+import warnings
 from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
-from ep_moe import ConfigError, InputError, MoEConfig, MoELayer, SelectionConfig
+from ep_moe import ConfigError, MoEConfig, MoELayer, SelectionConfig, errors
 from ep_moe.config import ALIASES, parse_args
 from tests.helpers import small_config
 
@@ -53,6 +55,22 @@ BAD = [  # field, what is wrong with it
     ("forced_skew", {"forced_skew": 0.5}),
     ("forced_skew", {"forced_skew": 4.5}),  # num_experts / top_k = 4
     ("loss_reduction", {"loss_reduction": "max"}),
+    # What would do nothing:
+    ("capacity_policy", {"capacity_policy": "reroute"}),
+    ("min_capacity", {"min_capacity": 4}),
+    ("renormalize_after_drop", {"renormalize_after_drop": True}),
+    ("aux_loss_scope", {"aux_loss_scope": "global"}),
+    ("aux_loss_scope", {"aux_loss_scope": "sequence", "z_loss_coef": 0.1}),
+    ("forced_skew", {"forced_skew": 2.0}),
+    ("forced_skew", {"forced_skew": 2.0, "forced_routing": "balanced"}),
+]
+
+# Each field with the switch that the error names.
+IDLE = [
+    ({"capacity_policy": "reroute", "min_capacity": 4}, {"capacity_factor": 1.5}),
+    ({"renormalize_after_drop": True}, {"capacity_factor": 1.5}),
+    ({"aux_loss_scope": "global"}, {"aux_loss_coef": 0.01}),
+    ({"forced_skew": 2.0}, {"forced_routing": "skewed"}),
 ]
 
 
@@ -60,6 +78,46 @@ BAD = [  # field, what is wrong with it
 def test_bad_values_are_refused_by_name(name, changes):
     with pytest.raises(ConfigError, match=f"^{name} = .*, but it must be"):
         small_config(**changes)
+
+
+@pytest.mark.parametrize("changes,switch", IDLE)
+def test_what_does_nothing_is_refused_by_the_name_of_its_switch(changes, switch):
+    small_config(**changes, **switch)
+    (name,) = switch
+    with pytest.raises(ConfigError, match=f"it must be .* {name}"):
+        small_config(**changes)
+
+
+WAYS = {  # each makes a config in a line of this file
+    "constructor": lambda values, path: MoEConfig(**values),
+    "from_dict": lambda values, path: MoEConfig.from_dict(values),
+    "from_yaml": lambda values, path: MoEConfig.from_yaml(path),
+    "replace": lambda values, path: replace(small_config(), **values),
+    "command line": lambda values, path: parse_args(MoEConfig, ["--config", path]),
+    "in another": lambda values, path: parse_args(Run, ["--moe", path]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("changes", [{"top_k": 1}, {"capacity_factor": 1.0}])
+def test_a_warning_points_at_the_line_that_made_the_config(way, changes, tmp_path):
+    values = vars(small_config()) | changes
+    path = tmp_path / "layer.yaml"
+    path.write_text(yaml.safe_dump(values))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        WAYS[way](values, str(path))
+    assert caught
+    for warning in caught:
+        assert next(iter(changes)) in str(warning.message)
+        assert warning.filename == __file__
+        assert warning.lineno == WAYS[way].__code__.co_firstlineno
+
+
+def test_a_warning_of_a_selection_points_at_its_line():
+    with pytest.warns(UserWarning, match="capacity_factor") as caught:
+        SelectionConfig(top_k=2, capacity_factor=1.0)
+    assert [w.filename for w in caught] == [__file__]
 
 
 def test_an_unknown_transport_is_refused_when_the_layer_is_built():
@@ -308,6 +366,18 @@ def test_a_bad_file_ends_in_one_named_line(tmp_path, line, message):
 
 def test_errors_can_be_pickled():
     """Or a process pool that meets one hangs."""
-    for error in (ConfigError("top_k", 9, "at most 8"), InputError("x", torch.int8, "a float")):
+    made = {
+        "ConfigError": ("top_k", 9, "at most 8"),
+        "InputError": ("x", torch.int8, "a float"),
+        "PeerLost": partial(errors.PeerLost, 0, 1, stage="the counts", why="has ended"),
+        "DispatchTimeout": partial(errors.DispatchTimeout, 0, 1, stage="the counts", why="waited"),
+        "SplitMismatch": ([(0, 1, 2, 3)], "rows out"),
+    }
+    for name, kind in vars(errors).items():
+        if not isinstance(kind, type) or name.startswith("_"):
+            continue
+        arguments = made.get(name, ("what happened",))
+        error = arguments() if callable(arguments) else kind(*arguments)
         again = pickle.loads(pickle.dumps(error))
         assert (type(again), str(again)) == (type(error), str(error))
+        assert vars(again) == vars(error)

@@ -10,6 +10,7 @@ from torch import nn
 
 from ep_moe import MoEConfig, MoELayer
 from ep_moe.testing import assert_close, run_ranks
+from tests.helpers import random_layer
 
 TOKENS, HIDDEN = 60, 1024
 CONFIG = MoEConfig(
@@ -22,6 +23,73 @@ CONFIG = MoEConfig(
     loss_reduction="sum",
 )
 EXACT = ("y", "dx", "w_gate_up", "w_down")
+
+# Narrow, and of sizes that end in the middle of a vector register and of a cache line.
+SMALL = replace(CONFIG, hidden_size=40, intermediate_size=33, num_experts=20, num_shared_experts=0)
+VARIANTS = {
+    "a wider expert": {"intermediate_size": 191},
+    "hidden size 33": {"hidden_size": 33},
+    "all sizes 1": {"hidden_size": 1, "intermediate_size": 1},
+    "geglu": {"activation": "geglu"},
+    "relu2": {"activation": "relu2"},
+    "swiglu_clamped": {"activation": "swiglu_clamped"},
+    "softmax of all": {"renormalize": False},
+    "softmax, one choice": {"renormalize": False, "top_k": 1},
+    "sigmoid": {"scoring_func": "sigmoid"},
+    "sigmoid as it is": {"scoring_func": "sigmoid", "renormalize": False, "top_k": 12},
+    "sigmoid, one choice": {
+        "scoring_func": "sigmoid",
+        "renormalize": False,
+        "top_k": 1,
+        "temperature": 8.0,  # near 1 its last bit seldom moves
+    },
+    "sqrtsoftplus": {"scoring_func": "sqrtsoftplus"},
+    "sqrtsoftplus as it is": {"scoring_func": "sqrtsoftplus", "renormalize": False},
+    "sqrtsoftplus, one choice": {
+        "scoring_func": "sqrtsoftplus",
+        "renormalize": False,
+        "top_k": 1,
+    },
+    "selection by biased score": {"scoring_func": "sigmoid", "expert_bias": True},
+    "groups": {"num_expert_group": 5, "topk_group": 2},
+    "groups by two scores": {
+        "num_expert_group": 5,
+        "topk_group": 2,
+        "group_score": "top2_sum",
+        "scoring_func": "sqrtsoftplus",
+    },
+    "gates on the input": {"gate_on": "input"},
+    "expert biases": {"mlp_bias": True},
+    "router bias and temperature": {"router_bias": True, "temperature": 0.7},
+    "learned temperature": {"learn_temperature": True, "routed_scaling_factor": 2.5},
+    "shared experts": {"num_shared_experts": 2, "activation": "geglu"},
+    "gated shared experts": {"num_shared_experts": 1, "shared_expert_gate": True},
+}
+# On two ranks five experts each: an expert's matrices are aligned otherwise than on one.
+COMBINED = {
+    "geglu, sigmoid, biases": {
+        "activation": "geglu",
+        "scoring_func": "sigmoid",
+        "renormalize": False,
+        "mlp_bias": True,
+        "hidden_size": 33,
+    },
+    "clamped, sqrtsoftplus, groups, gated shared": {
+        "activation": "swiglu_clamped",
+        "scoring_func": "sqrtsoftplus",
+        "num_expert_group": 5,
+        "topk_group": 2,
+        "num_shared_experts": 1,
+        "shared_expert_gate": True,
+    },
+    "one choice, gates on the input": {
+        "top_k": 1,
+        "renormalize": False,
+        "gate_on": "input",
+        "intermediate_size": 191,
+        "hidden_size": 33,
+    },
+}
 
 
 @pytest.fixture(autouse=True)
@@ -143,3 +211,86 @@ def test_exact_is_close_to_fast(gate_on):
     fast = results(*model_and_data(replace(config, numerics="fast"), torch.float64))
     for name in EXACT:
         assert_close(exact[name], fast[name], name=name)
+
+
+def layer_and_data(config, dtype, ep=None):
+    torch.manual_seed(0)
+    layer = MoELayer(config, ep=ep)
+    every_rank = random_layer(config, dtype)  # all experts, whatever the rank
+    experts = slice(layer.experts.global_ids.start, layer.experts.global_ids.stop)
+    with torch.no_grad():
+        for name, value in layer.state_dict(keep_vars=True).items():
+            source = every_rank.state_dict()[name]
+            value.copy_(source[experts] if name.startswith("experts.") else source)
+    x, d_y = (torch.randn(2, TOKENS, config.hidden_size) * 1.5).to(dtype)
+    return layer.to(dtype), x, d_y
+
+
+def layer_results(layer, x, d_y):
+    """y, dx, and the gradients of the routed experts."""
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    y, _ = layer(x)
+    y.backward(d_y)
+    parameters = {name: p.grad for name, p in layer.experts.named_parameters()}
+    return {"y": y.detach(), "dx": x.grad, **parameters}
+
+
+def rank_layer_results(rank, configs, dtype, shares, device="cpu"):
+    first = sum(shares[:rank])
+    mine = slice(first, first + shares[rank])
+    results = []
+    for config in configs:
+        layer, x, d_y = layer_and_data(config, dtype, dist.group.WORLD)
+        got = layer_results(layer.to(device), x[mine].to(device), d_y[mine].to(device))
+        results.append({name: value.cpu() for name, value in got.items()})
+    return results
+
+
+def same_on_two_ranks(dtype, device="cpu", **ranks):
+    configs = [replace(SMALL, num_experts=10, **changes) for changes in COMBINED.values()]
+    ranks = run_ranks(rank_layer_results, 2, configs, dtype, (47, 13), device, **ranks)
+    for name, config, *parts in zip(COMBINED, configs, *ranks, strict=True):
+        layer, x, d_y = layer_and_data(config, dtype)
+        expected = layer_results(layer.to(device), x.to(device), d_y.to(device))
+        for quantity, value in expected.items():
+            got = torch.cat([part[quantity] for part in parts])
+            assert torch.equal(got, value.cpu()), f"{quantity} with {name}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_token_alone_is_as_in_a_batch_in_every_configuration(variant, dtype, device):
+    alone_as_in_a_batch(variant, dtype, device)
+
+
+def test_nor_with_two_threads_does_the_batch_matter():
+    """Some functions share out the elements of a row where there are fewer rows than threads."""
+    torch.set_num_threads(2)
+    alone_as_in_a_batch("softmax of all", torch.float32, torch.device("cpu"))
+
+
+def alone_as_in_a_batch(variant, dtype, device):
+    layer, x, d_y = layer_and_data(replace(SMALL, **VARIANTS[variant]), dtype)
+    layer, x, d_y = layer.to(device), x.to(device), d_y.to(device)
+    whole = layer_results(layer, x, d_y)
+    parts = [slice(t, t + 1) for t in range(TOKENS)] + [slice(3, 8), slice(20, 37)]
+    found = [layer_results(layer, x[part], d_y[part]) for part in parts]
+    for name in ("y", "dx"):
+        other = [
+            part
+            for part, got in zip(parts, found, strict=True)
+            if not torch.equal(got[name], whole[name][part])
+        ]
+        assert not other, f"{name} of {len(other)} parts, the first {other[0]}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_number_of_ranks_does_not_matter_in_other_configurations(dtype):
+    same_on_two_ranks(dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nor_on_a_gpu(dtype, require_gpu):
+    same_on_two_ranks(dtype, "cuda", backend="nccl", timeout=180.0)

@@ -1,4 +1,5 @@
-"""`import ep_moe` and the CPU layer need neither triton, deep_ep, transformers nor a GPU."""
+"""`import ep_moe` and the CPU layer need neither triton, deep_ep, transformers nor a GPU, and the
+import is not half of torch._dynamo's."""
 
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import sys
 for name in {blocked!r}:
     sys.modules[name] = None  # what an import then finds is what it finds where it is not installed
 import torch, ep_moe, ep_moe.testing, ep_moe.cli, ep_moe.oracle
+assert "torch._dynamo" not in sys.modules
 config = ep_moe.MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2)
 y, _ = ep_moe.MoELayer(config)(torch.randn(3, 8))
 y.sum().backward()
@@ -19,6 +21,7 @@ print("imported")
 
 
 def test_import_without_the_optional_packages():
+    """BB-97"""
     blocked = {"triton", "deep_ep", "transformers", "matplotlib", "tensorboard", "tqdm", "rich"}
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(blocked=blocked)],

@@ -232,9 +232,13 @@ def test_own_routing_may_leave_slots_empty():
     assert (y[2] == 0).all()
 
 
-def test_scale_multiplies_the_routed_experts_once():
+@pytest.mark.parametrize("gate_on", ["output", "input"])
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+def test_scale_multiplies_the_routed_experts_once(numerics, gate_on):
     """Case BB-17: experts that are 1x and 2x, gates .6 and .4, scale 2.5, a shared expert 10x."""
     config = small_config(
+        numerics=numerics,
+        gate_on=gate_on,
         hidden_size=2,
         intermediate_size=2,
         num_experts=2,
@@ -272,10 +276,11 @@ LOSSES = {
 }
 
 
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
-def test_gradients_that_are_not_contiguous(loss):
+def test_gradients_that_are_not_contiguous(loss, numerics):
     """Case BB-27"""
-    layer = random_layer(small_config(num_shared_experts=1))
+    layer = random_layer(small_config(num_shared_experts=1, numerics=numerics))
     x = torch.randn(13, 16, dtype=torch.float64, requires_grad=True)
     y, _ = layer(x)
     (d_y,) = torch.autograd.grad(loss(y), y, retain_graph=True)

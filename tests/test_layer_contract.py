@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -61,6 +62,43 @@ def test_changing_x_before_the_backward_is_an_error(train_router):
     x.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+@pytest.mark.parametrize("of", ["x", "router.weight", "experts.w_down"])
+def test_second_derivatives_are_refused(of, numerics):
+    """Never a wrong one. First ones may be taken with create_graph, for others' sake."""
+    layer = random_layer(small_config(num_shared_experts=1, numerics=numerics))
+    x = torch.randn(5, 16, dtype=torch.float64, requires_grad=True)
+    leaves = {"x": x, **dict(layer.named_parameters())}
+    expected = torch.autograd.grad(layer(x)[0].square().sum(), leaves.values())
+    first = torch.autograd.grad(layer(x)[0].square().sum(), leaves.values(), create_graph=True)
+    for name, got, value in zip(leaves, first, expected, strict=True):
+        assert_close(got.detach(), value, name=name)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dict(zip(leaves, first, strict=True))[of].square().sum().backward()
+
+
+def forward_mode(layer, x):
+    with forward_ad.dual_level():
+        layer(forward_ad.make_dual(x, torch.randn_like(x)))
+
+
+TRANSFORMS = {
+    "forward mode": forward_mode,
+    "torch.func.grad": lambda layer, x: torch.func.grad(lambda x: layer(x)[0].sum())(x),
+    "torch.func.jvp": lambda layer, x: torch.func.jvp(lambda x: layer(x)[0], (x,), (x,)),
+    "torch.func.vmap": lambda layer, x: torch.func.vmap(lambda x: layer(x)[0])(x[None]),
+    "torch.export": lambda layer, x: torch.export.export(layer, (x,)),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+def test_transforms_that_do_not_work_are_errors(transform):
+    """As README says; whoever makes one work changes both."""
+    layer = random_layer(small_config())
+    with pytest.raises(RuntimeError):  # NotImplementedError is one
+        transform(layer, torch.randn(5, 16, dtype=torch.float64))
 
 
 def test_two_calls_before_one_backward():
@@ -139,6 +177,19 @@ def test_state_dict_round_trip(tmp_path):
     twin.load_state_dict(torch.load(tmp_path / "layer.pt"))
     x = torch.randn(5, 16, dtype=torch.float64)
     assert torch.equal(twin(x)[0], layer(x)[0])
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_the_selection_bias_stays_fp32_whatever_is_loaded(assign):
+    """A bias in bf16 could not move by .001; the other tensors are taken as they come."""
+    config = small_config(expert_bias=True)
+    state = {name: value.bfloat16() for name, value in random_layer(config).state_dict().items()}
+    layer = MoELayer(config)
+    layer.load_state_dict(state, assign=assign)
+    assert layer.router.expert_bias.dtype == torch.float32
+    assert torch.equal(layer.router.expert_bias, state["router.expert_bias"].float())
+    assert layer.router.weight.dtype == (torch.bfloat16 if assign else torch.float32)
+    assert "expert_bias" in dict(layer.router.named_buffers())
 
 
 def test_the_same_seed_gives_the_same_layer():

@@ -1,6 +1,7 @@
 """Faults that people reported for other MoE software, of the whole layer: sizes, layouts, ranks.
 Those of routing, capacity and autograd are in test_public_faults.py and beside the functions."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -78,15 +79,17 @@ def test_no_tokens(shape, dtype, numerics, device):
         assert not parameter.grad.any(), name
 
 
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "hidden, inner", [(1, 1), (3, 5), (17, 33), (100, 511), (1025, 3), (5, 1025)]
+    "hidden, inner", [(1, 1), (3, 5), (5, 3), (17, 33), (33, 17), (511, 100), (1025, 3), (5, 1025)]
 )
-def test_sizes_that_no_library_likes(hidden, inner, dtype, device):
+def test_sizes_that_no_library_likes(hidden, inner, dtype, numerics, device):
     """BB-35, BB-99: any H and I, forward and backward."""
-    layer = small_layer(dtype, device, hidden_size=hidden, intermediate_size=inner)
+    sizes = {"hidden_size": hidden, "intermediate_size": inner}
+    layer = small_layer(dtype, device, numerics=numerics, **sizes)
     x = torch.randn(13, hidden, device=device).to(dtype).requires_grad_()
-    routing, _ = layer.router(x, None)
+    routing, _ = layer.router(x.detach(), None)
     y = ep_moe.moe(x, routing, layer.experts, layer.transport)
     d_y = torch.randn(13, hidden, device=device).to(dtype)
     y.backward(d_y)
@@ -96,18 +99,19 @@ def test_sizes_that_no_library_likes(hidden, inner, dtype, device):
     expected = oracle.moe_layer(x64, weights, layer.config, routing=fixed)
     expected.backward(d_y.double())
     assert_close(y.detach(), expected.detach(), name="y")
-    for name in ("experts.w_gate_up", "experts.w_down"):
-        got = layer.get_parameter(name).grad
-        assert_close(
-            got, weights[name].grad, name=name, tolerance=4e-2 if dtype != torch.float32 else 1e-4
-        )
+    for name in ("x", "experts.w_gate_up", "experts.w_down"):
+        got = x.grad if name == "x" else layer.get_parameter(name).grad
+        right = x64.grad if name == "x" else weights[name].grad
+        tolerance = 4e-2 if dtype != torch.float32 else 1e-4
+        assert_close(got, right, name=f"gradient of {name}", tolerance=tolerance)
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 4])
+@pytest.mark.parametrize("top_k", [1, 2, 8])
 def test_every_way_to_compute_gives_the_same_y(top_k):
-    """BB-45: loop, one rank, several ranks, fast and exact, all weights in, none twice."""
+    """BB-45: loop, one rank, several ranks, a group of one by the transport of many, fast and
+    exact: all weights in, none twice."""
     tokens, worlds = 12, (1, 2, 4)
-    changes = {"top_k": top_k, "renormalize": False}
+    changes = {"num_experts": 8, "top_k": top_k, "renormalize": False}
     weights = small_layer(**changes).state_dict()
     x = parity_x(tokens)
     expected = oracle.moe_layer(x, weights, replace(CONFIG, **changes))
@@ -126,9 +130,11 @@ def rank_parity(rank, world_size, tokens, changes):
     rows = slice(rank * share, (rank + 1) * share)
     x = parity_x(tokens)[rows]
     found = {}
-    for numerics in ("fast", "exact"):
-        layer = small_layer(ep=dist.group.WORLD, numerics=numerics, **changes)
-        found[numerics] = (rows, layer(x)[0].detach())
+    for numerics, transport in itertools.product(("fast", "exact"), ("auto", "collective")):
+        layer = small_layer(ep=dist.group.WORLD, numerics=numerics, transport=transport, **changes)
+        if transport == "auto":
+            assert layer.transport.name == ("local" if world_size == 1 else "collective")
+        found[numerics, transport] = (rows, layer(x)[0].detach())
     return found
 
 

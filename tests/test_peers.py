@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import ep_moe
+from ep_moe.parallel import Ranks
 from ep_moe.testing import run_ranks
 
 CONFIG = ep_moe.MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2)
@@ -49,17 +50,17 @@ def rank_of_two_groups(rank):
     """Ranks 2 and 3 share experts, and 3 does not come."""
     pairs = [dist.new_group(pair, timeout=timedelta(seconds=3)) for pair in ([0, 1], [2, 3])]
     ep = ep_moe.ExpertParallel.resolve(pairs[rank // 2])
-    assert torch.equal(ep.sum(torch.tensor(rank)), torch.tensor([1, 5][rank // 2]))
+    assert torch.equal(Ranks.resolve(ep).sum(torch.tensor(rank)), torch.tensor([1, 5][rank // 2]))
     if rank == 3:
         return time.sleep(6)
     if rank == 2:
         with pytest.raises(
             ep_moe.DispatchTimeout, match=r"rank 2 waited 3\.\d s .*; rank 3 is at work after"
         ):
-            ep.sum(torch.tensor(1))
+            Ranks.resolve(ep).sum(torch.tensor(1))
         return None
     for _ in range(10):
-        ep.sum(torch.tensor(1))
+        Ranks.resolve(ep).sum(torch.tensor(1))
 
 
 def test_errors_name_global_ranks():
@@ -70,12 +71,12 @@ def rank_leaves_early(rank):
     """Rank 1 makes one call less, and leaves the group in peace."""
     group = dist.new_group()
     ep = ep_moe.ExpertParallel.resolve(group)
-    ep.sum(torch.tensor(1))
+    Ranks.resolve(ep).sum(torch.tensor(1))
     if rank == 1:
         ep.peers.close()
         return dist.destroy_process_group(group)
     with pytest.raises(ep_moe.PeerLost, match=r"rank 0 lost rank 1 at .*ended without an error"):
-        ep.sum(torch.tensor(1))
+        Ranks.resolve(ep).sum(torch.tensor(1))
 
 
 def test_a_rank_that_leaves_early():
@@ -85,13 +86,13 @@ def test_a_rank_that_leaves_early():
 def rank_meets_an_error_of_its_own(rank):
     """A failure that no peer is the reason of stays what it is."""
     ep = ep_moe.ExpertParallel.resolve(dist.group.WORLD)
-    ep.sum(torch.tensor(1))
+    Ranks.resolve(ep).sum(torch.tensor(1))
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="mine") as error, ep.waiting("something"):
         raise RuntimeError("mine")
     assert error.value.__notes__ == [f"rank {rank} was at something"]
     assert time.monotonic() - began < 10
-    assert ep.sum(torch.tensor(1)) == 2
+    assert Ranks.resolve(ep).sum(torch.tensor(1)) == 2
 
 
 def test_other_errors_pass():

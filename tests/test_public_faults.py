@@ -8,7 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_moe import MoELayer, Routing, moe, ops, oracle, select_experts, total_aux
+from ep_moe import (
+    BackendUnavailable,
+    MoELayer,
+    Routing,
+    SelectionConfig,
+    init_process,
+    moe,
+    ops,
+    oracle,
+    select_experts,
+    total_aux,
+)
 from ep_moe.routing import count_tokens
 from ep_moe.testing import assert_close, run_ranks
 from tests.dispatch.ep_cases import Case, compare, config, expert_parallel_each, one_process
@@ -34,6 +45,33 @@ def test_a_broken_token_anywhere(value, place):
     ids = layer.router(x, None)[0].ids.tolist()
     assert all(len(set(row)) == 2 for row in ids)
     assert all(0 <= e < 8 for row in ids for e in row)
+
+
+@pytest.mark.parametrize("size", [3, 5, 6, 7])
+@pytest.mark.parametrize("rule", [{}, {"group_score": "top2_sum"}, {"scoring_func": "sigmoid"}])
+def test_masked_experts_come_from_the_kept_group(size, rule):
+    """BB-09: j experts of the second group are left, which it wins with, and K of it are chosen;
+    with none left all are equal, and the first group wins."""
+    for top_k in range(1, size + 1):
+        config = SelectionConfig(top_k=top_k, num_expert_group=2, topk_group=1, **rule)
+        for left in range(top_k + 1):
+            logits = torch.full((1, 2 * size), -torch.inf)
+            places = torch.randperm(size)[:left].sort().values + size
+            logits[0, places] = 1.0
+            masked = [e for e in range(size, 2 * size) if e not in places.tolist()]
+            expected = [*places.tolist(), *masked] if left else list(range(size))
+            assert select_experts(logits, config).ids.tolist() == [expected[:top_k]]
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_compiled_choices_are_the_same(groups):
+    """BB-11: many ties; a compiler has its own sorts."""
+    config = SelectionConfig(top_k=3, num_expert_group=groups, topk_group=min(groups, 2))
+    compiled = torch.compile(lambda logits: select_experts(logits, config).ids, backend="aot_eager")
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = torch.randint(3, (60, 12)).to(dtype)
+        ids = compiled(logits)
+        assert ids.tolist() == [oracle.choose(row, config) for row in logits.tolist()]
 
 
 @pytest.mark.filterwarnings("ignore:top_k = 1")
@@ -143,6 +181,26 @@ def test_no_tokens_at_all(top_k, scope, capacity_policy):
             assert torch.equal(parameter.grad, torch.zeros_like(parameter)), name
 
 
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+def test_experts_that_are_idle_in_turn(numerics):
+    """BB-31: accumulated over micro-batches in memory that held NaN before, an expert has the
+    gradients of the tokens that it had, and exactly zero without any."""
+    layer = random_layer(small_config(num_experts=4, numerics=numerics))
+    batches = [([[0, 3], [3, 0]], 2), ([[3, 2], [2, 3]], 2), ([[0, 2]], 1)]
+    exact = {name: leaf(value) for name, value in layer.named_parameters()}
+    for ids, tokens in batches:
+        for value in exact.values():
+            torch.full_like(value, torch.nan)  # freed at once, for the layer to find
+        x = torch.randn(tokens, 16, dtype=torch.float64)
+        routing = Routing(torch.tensor(ids, dtype=torch.int32), torch.rand(tokens, 2).double())
+        d_y = torch.randn_like(x)
+        moe(x, routing, layer.experts, layer.transport).backward(d_y)
+        oracle.moe_layer(x, exact, layer.config, routing=routing).backward(d_y)
+        for name, parameter in layer.experts.named_parameters():
+            assert (parameter.grad[1] == 0).all()
+            assert_close(parameter.grad, exact[f"experts.{name}"].grad, name=name)
+
+
 TRAINED = ("experts.w_gate_up", "experts.w_down", "router.weight", "x")
 
 
@@ -228,11 +286,76 @@ def rank_faults(rank):
     x[-1] = torch.nan if rank else 0.0
     assert_close(layer(x)[0][:-1], expected, name="y beside a NaN row")
 
+    # BB-43: nothing but biases, 4 and 8 on different ranks; each rank's token weighs them.
+    for numerics in ("fast", "exact"):
+        layer = MoELayer(
+            small_config(num_experts=2, mlp_bias=True, numerics=numerics), ep=dist.group.WORLD
+        ).double()
+        with torch.no_grad():
+            for parameter in layer.experts.parameters():
+                parameter.zero_()
+            layer.experts.b_down.fill_([4.0, 8.0][rank])
+        routing = Routing(torch.tensor([[0, 1]]), torch.tensor([[0.75, 0.25]]))
+        y = moe(x[:1], routing, layer.experts, layer.transport)
+        assert y.tolist() == [[5.0] * 16]
+        y.backward(torch.full_like(y, 2.0))  # two tokens, and the mean over two ranks
+        assert layer.experts.b_down.grad.tolist() == [[[1.5] * 16], [[0.5] * 16]][rank]
+
     # BB-11: ties, the same on every rank and in each of 100 repeats.
     ties = torch.randint(3, (40, 8), generator=torch.Generator().manual_seed(1)).float()
     ids = [select_experts(ties, layer.config).ids for _ in range(100)]
     assert all(torch.equal(again, ids[0]) for again in ids)
     return ids[0], expert_parallel_each(rank, list(RANK_CASES.values()), "cpu")
+
+
+THREE_RANKS = {  # BB-99
+    "one channel": Case((2, 0, 3), config(num_experts=9, top_k=9, hidden_size=1)),
+    "2048 channels": Case((3, 1, 2), config(num_experts=9, top_k=8, hidden_size=2048)),
+    "2049 channels": Case((2, 0, 3), config(num_experts=9, top_k=9, hidden_size=2049)),
+}
+
+
+def test_sizes_that_no_backend_likes_on_three_ranks():
+    """BB-99: others have an H, a K and a number of ranks that they cannot serve, and say so in the
+    middle of a run."""
+    ranks = run_ranks(expert_parallel_each, 3, list(THREE_RANKS.values()), "cpu")
+    for i, case in enumerate(THREE_RANKS.values()):
+        compare(case, [got[i] for got in ranks], one_process(case))
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """A host that shows two GPUs, as far as starting goes: what was called, in order."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("bind", device)))
+
+    def join(backend, *, device_id, **_):
+        calls.append((backend, device_id))
+
+    monkeypatch.setattr(dist, "init_process_group", join)
+    for name, value in {"RANK": 5, "WORLD_SIZE": 8}.items():
+        monkeypatch.setenv(name, str(value))
+    return calls
+
+
+def test_a_rank_binds_its_own_gpu_before_it_meets_the_others(two_gpus, monkeypatch):
+    """BB-95: where nobody does, all ranks use GPU 0 and deadlock at the first barrier."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    process = init_process()
+    own = torch.device("cuda", 1)
+    assert two_gpus == [("bind", own), ("nccl", own)]
+    assert (process.rank, process.local_rank, process.device) == (5, 1, own)
+
+
+def test_more_ranks_than_visible_gpus_are_refused_before_anything_starts(two_gpus, monkeypatch):
+    """BB-95"""
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(BackendUnavailable) as refused:
+        init_process()
+    for said in ("rank 5", "LOCAL_RANK 2", "2 GPUs", "--nproc-per-node", "CUDA_VISIBLE_DEVICES"):
+        assert said in str(refused.value)
+    assert two_gpus == []
 
 
 def test_on_two_ranks():

@@ -149,7 +149,6 @@ def test_a_recomputation_is_given_no_other_calls_choice():
     """Backward inside replay_routing: named without `replay()`, right with it."""
     layers, x = two_layers(), INPUTS["random"]
     record = recorded(layers, x.view(14, 16))
-    record.choices *= 2
     other_weights(layers)
     with ep_moe.replay_routing(record):
         expected = results(layers, x, plainly)
@@ -163,6 +162,46 @@ def test_a_recomputation_is_given_no_other_calls_choice():
         results(layers, x, nested, DECIDING_AGAIN)
 
 
+def changed(record, name, expert):
+    """The second layer's last token goes to that expert."""
+    getattr(record.choices[1], name)[-1, -1] = expert
+    return record
+
+
+def test_a_record_of_more_experts():
+    """On the layer itself, where gather would fail."""
+    x = INPUTS["random"][0]
+    record = recorded(two_layers(num_experts=32)[:1], x)
+    assert record.choices[0].ids.max() >= 8
+    layer = two_layers()[0]
+    with (
+        pytest.raises(InputError, match=r"the layer has 8 experts"),
+        ep_moe.replay_routing(record),
+    ):
+        layer(x)
+    wide = two_layers(num_experts=32)[:1]
+    with ep_moe.replay_routing(record):
+        through(wide, x)
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_record_of_more_calls(calls):
+    layers, x = two_layers(), INPUTS["random"][0]
+    record = recorded(layers, x)
+    with (
+        pytest.raises(InputError, match=f"record is {2 - calls} of 2 choices longer"),
+        ep_moe.replay_routing(record),
+    ):
+        through(layers[:calls], x)
+    through(layers, x)  # nothing is replayed any more
+
+
+def test_an_error_inside_is_not_hidden_by_what_is_left():
+    record = recorded(two_layers(), INPUTS["random"][0])
+    with pytest.raises(ZeroDivisionError), ep_moe.replay_routing(record):
+        1 / 0  # noqa: B018
+
+
 @pytest.mark.parametrize(
     "got,record_of",
     [
@@ -171,12 +210,15 @@ def test_a_recomputation_is_given_no_other_calls_choice():
         (r"of shape \(6, 2\)", lambda record: record[:6]),
         (r"of shape \(0, 2\)", lambda record: record[:0]),
         (r"of shape \(7, 3\)", lambda record: recorded(two_layers(top_k=3), INPUTS["random"][0])),
+        ("of experts .* to 11 at", lambda record: changed(record, "ids", 11)),
+        ("of experts .* to 8 at", lambda record: changed(record, "wanted", 8)),
+        ("of experts -2 to", lambda record: changed(record, "ids", -2)),
     ],
 )
 def test_a_record_of_something_else(got, record_of):
     layers, x = two_layers(), INPUTS["random"][0]
     record = record_of(recorded(layers, x))
-    with ep_moe.replay_routing(record), pytest.raises(InputError, match=f"record is {got}"):
+    with pytest.raises(InputError, match=f"record is {got}"), ep_moe.replay_routing(record):
         through(layers, x)
     through(layers, x)  # nothing is replayed any more
 

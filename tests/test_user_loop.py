@@ -99,6 +99,31 @@ def test_code_around_the_layer_compiles(device):
         assert_close(grads[name], parameter.grad, name=name)
 
 
+@pytest.mark.parametrize("layers", [1, 3])
+def test_one_graph_break_and_no_graph_for_every_number_of_tokens(layers):
+    """Two graphs, before and behind the layer, which blocks share; one more of each for a T of
+    any size, and that is all."""
+    layer, x = layer_and_x(torch.device("cpu"))
+    model = torch.nn.Sequential(*(Block(copy.deepcopy(layer)) for _ in range(layers)))
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append([n.target for n in graph.graph.nodes if n.op == "call_function"])
+        return graph.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        assert torch._dynamo.explain(model)(x).graph_break_count == 1
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=backend)
+        for tokens in (12, 5, 7, 8, 9, 10, 11):
+            assert_close(compiled(x[:tokens]), model(x[:tokens]), name=f"y of {tokens} tokens")
+    assert len(graphs) == 4
+    assert all(len(operations) == 1 for operations in graphs), graphs  # silu, or the addition
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(model, backend=backend, fullgraph=True)(x)
+
+
 class Block(torch.nn.Module):
     def __init__(self, layer):
         super().__init__()

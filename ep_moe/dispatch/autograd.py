@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ep_moe import check
 from ep_moe.dispatch.protocol import Plan, Sent, Transport
@@ -56,17 +57,19 @@ class _Dispatch(torch.autograd.Function):
             gates = transport.replay_gates(plan, gate_weights)
             sent = Sent(plan, transport.replay(plan, x), gates)
         ctx.plan, ctx.transport = plan, transport
-        # On one rank the experts work on x itself, on more they work on copies. Kept here at any
-        # number of ranks, so that changing x in place between forward and backward is torch's own
-        # error everywhere.
-        ctx.save_for_backward(x, ids)
+        # On one rank the experts work on x and the gates themselves, on more they work on copies.
+        # Kept here at any number of ranks, so that changing them in place between forward and
+        # backward is torch's own error everywhere.
+        ctx.save_for_backward(x, gate_weights, ids)
         ctx.ids = ids
+        ctx.version = 0 if ids.is_inference() else ids._version
         return sent.rows, sent.gate_weights, sent.plan
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_rows: Tensor, d_gates: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        _, ids = ctx.saved_tensors
-        _check_recomputed(ids, ctx.ids)
+        _, _, ids = ctx.saved_tensors
+        _check_recomputed(ids, ctx.ids, ctx.version)
         # Both moves, whatever needs a gradient here: an idle rank's x may need none where the
         # others' does, and all must meet.
         with torch.profiler.record_function("ep_moe.dispatch_backward"):
@@ -83,20 +86,23 @@ class _Combine(torch.autograd.Function):
         return transport.combine(plan, rows)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         with torch.profiler.record_function("ep_moe.combine_backward"):
             return ctx.transport.replay(ctx.plan, d_y), None, None
 
 
-def _check_recomputed(recomputed: Tensor, original: Tensor) -> None:
-    """Under activation checkpointing the saved ids were chosen again; they must be the same ones.
+def _check_recomputed(recomputed: Tensor, original: Tensor, version: int) -> None:
+    """Under activation checkpointing the saved ids were chosen again; they must be the same ones,
+    and those that came from outside still what they were.
 
     Compared at the origin: where each rank has one expert, two tokens that swap theirs change
     nothing that the receivers see but the rows themselves.
     """
-    if recomputed.data_ptr() != original.data_ptr() and not torch.equal(recomputed, original):
+    elsewhere = recomputed.data_ptr() != original.data_ptr()
+    if original._version != version or (elsewhere and not torch.equal(recomputed, original)):
         raise RecomputationMismatch(
             "activation checkpointing recomputed a different routing than the forward pass had, so "
             "the gradients would belong to other experts: pass context_fn=ep_moe.replay() to the "
-            "checkpoint, or make the block deterministic (no noise, no changed parameters)"
+            "checkpoint, or make the block deterministic (no noise, no changed parameters or ids)"
         )

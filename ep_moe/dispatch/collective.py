@@ -22,7 +22,7 @@ from ep_moe.replay import in_backward
 from ep_moe.types import Routing
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CollectivePlan:
     """W=2, two experts a rank, ids [[0,1],[3,0]] on this rank:
     sent_of_token = [[0,-1],[1,2]]   token_of_sent = [0,1,1]   splits.sent = [2,1]

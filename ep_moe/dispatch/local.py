@@ -7,6 +7,7 @@ for a view of it, and would refuse `y += x` on one rank that it allows on two.
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from ep_moe.dispatch.protocol import Caps, Sent
@@ -14,7 +15,7 @@ from ep_moe.parallel import ExpertParallel
 from ep_moe.types import Routing
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LocalPlan:
     local_ids: Tensor  # (T,K) int32
 
@@ -27,7 +28,8 @@ class LocalTransport:
         pass
 
     def dispatch(self, x: Tensor, routing: Routing, num_experts: int) -> Sent:
-        return Sent(LocalPlan(routing.ids.int()), x.detach(), routing.gate_weights.detach())
+        ids = routing.ids.to(torch.int32, copy=True)  # a plan outlives the call, its ids may not
+        return Sent(LocalPlan(ids), x.detach(), routing.gate_weights.detach())
 
     def replay(self, plan: LocalPlan, x: Tensor) -> Tensor:
         return x.detach()

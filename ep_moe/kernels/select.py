@@ -1,4 +1,4 @@
-"""Grouped top-k, forward and backward: one launch each, one warp a token, registers only.
+"""Grouped top-k in one launch: one warp a token, registers only.
 
 A row of logits is cut into chunks, vectors of LANES with one logit a lane. A group of P experts has
 J = ceil(P / LANES) chunks. What combines chunks is written out over tuples and stays in a lane;
@@ -19,8 +19,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ep_moe.kernels.scores import (
+    GREATEST,
+    exp,
+    fold_max,
+    from_key,
+    log_score,
+    order_key,
+    score,
+    softmax_parts,
+)
+
 LEAST = tl.constexpr(-(2**31))
-GREATEST = tl.constexpr(2**31 - 1)
 MINUS_INF = tl.constexpr(float("-inf"))
 
 WARP = 32
@@ -53,7 +63,7 @@ def select_forward(
     """logits (T,E) fp32, bf16 or fp16 -> ids (T,K) int32, gate weights (T,K) fp32, the logits of
     the chosen (T,K) fp32, and with `segments` (of T / segments tokens each) what the losses sum.
 
-    given (T,K) int32, all valid: weigh these instead of choosing.
+    padding_mask (T,) uint8, 1 = padding. given (T,K) int32, all valid: weigh these instead.
     """
     tokens, num_experts = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -75,7 +85,7 @@ def select_forward(
         _select_forward[grid](
             logits,
             expert_bias,
-            _as_bytes(padding_mask),
+            padding_mask,
             given,
             ids,
             weights,
@@ -97,60 +107,6 @@ def select_forward(
             num_warps=1,
         )
     return ids, weights, chosen, sums
-
-
-def select_backward(
-    d_weights: Tensor,
-    d_p_sum: Tensor | None,
-    d_z_sum: Tensor | None,
-    logits: Tensor | None,
-    padding_mask: Tensor | None,
-    ids: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
-    *,
-    num_experts: int,
-    dtype: torch.dtype,
-    scoring_func: str,
-    renormalize: bool,
-    scale: float,
-    uniform: bool,
-) -> Tensor:
-    """-> d_logits (T,E) of `dtype`. d_p_sum (segments,E) and d_z_sum (segments,) come together;
-    `logits` are needed with them, for a softmax that is not renormalised, and with `uniform`.
-    """
-    tokens, top_k = ids.shape
-    d_logits = torch.empty(tokens, num_experts, dtype=dtype, device=ids.device)
-    if logits is not None and logits.stride(1) != 1:
-        logits = logits.contiguous()
-    if tokens:
-        _select_backward[(tokens,)](
-            d_weights.contiguous(),
-            d_p_sum,
-            d_z_sum,
-            logits,
-            _as_bytes(padding_mask),
-            ids,
-            weights,
-            chosen,
-            d_logits,
-            0 if logits is None else logits.stride(0),
-            max(tokens if d_p_sum is None else tokens // len(d_p_sum), 1),
-            1.0 / scale if scale else 0.0,
-            E=num_experts,
-            K=top_k,
-            SCORING=scoring_func,
-            RENORMALIZE=renormalize,
-            UNIFORM=uniform,
-            EXPERTS=triton.next_power_of_2(num_experts),
-            CHOICES=triton.next_power_of_2(top_k),
-            num_warps=1 if num_experts <= 1024 else 4,
-        )
-    return d_logits
-
-
-def _as_bytes(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.contiguous().view(torch.uint8)
 
 
 def _num_sms(device: torch.device) -> int:
@@ -209,12 +165,12 @@ def _select_forward(
             if SCORING != "softmax":
                 log_scores = ()
                 for c in tl.static_range(chunks):
-                    log_scores = log_scores + (_log_score(xs[c], SCORING),)
+                    log_scores = log_scores + (log_score(xs[c], SCORING),)
                 xs = log_scores
-                top, total = _softmax_parts(xs)
+                top, total = softmax_parts(xs)
             new_sum = ()
             for c in tl.static_range(chunks):
-                p = _exp(xs[c] - top) / total
+                p = exp(xs[c] - top) / total
                 new_sum = new_sum + (p_sum[c] + tl.where(live, p, 0.0),)
             p_sum = new_sum
         out = segment * tl.num_programs(0) + program
@@ -263,7 +219,7 @@ def _select_row(
         xs = xs + (x.to(tl.float32),)
     level = not live  # all logits count as 0
     if UNIFORM:
-        top, _ = _softmax_parts(xs)
+        top, _ = softmax_parts(xs)
         level = level | ~(tl.abs(top) < float("inf"))
     if UNIFORM or padding_mask is not None:
         zeroed = ()
@@ -274,7 +230,7 @@ def _select_row(
     top = 0.0
     total = 1.0
     if DENSE:
-        top, total = _softmax_parts(xs)
+        top, total = softmax_parts(xs)
 
     picked = lane < K
     if given is None:
@@ -284,10 +240,10 @@ def _select_row(
             first, count = _chunk(c, E, GROUPS, LANES)
             key = xs[c]
             if SCORE_KEY:
-                key = _score(key, top, total, SCORING)
+                key = score(key, top, total, SCORING)
             if expert_bias is not None:
                 key += tl.load(expert_bias + first + lane, mask=lane < count, other=0.0)
-            keys = keys + (tl.where(lane < count, _order_key(key), LEAST),)
+            keys = keys + (tl.where(lane < count, order_key(key), LEAST),)
             experts = experts + (first + lane,)
         if KEPT < GROUPS:
             scores = _group_scores(keys, lane, GROUPS, TOP2, E // GROUPS)
@@ -307,7 +263,7 @@ def _select_row(
             x = tl.load(logits + row * stride + ids, mask=picked, other=0.0).to(tl.float32)
             x = tl.where(level, 0.0, x)
         else:
-            x = _from_key(key)
+            x = from_key(key)
     else:
         ids = tl.load(given + row * K + lane, mask=picked, other=0)
         x = tl.load(logits + row * stride + ids, mask=picked, other=0.0).to(tl.float32)
@@ -315,12 +271,12 @@ def _select_row(
 
     x = tl.where(picked, x, MINUS_INF)
     if RENORMALIZE:
-        log_score = _log_score(x, SCORING)
-        best = _from_key(tl.max(_order_key(log_score)))
-        weight = tl.where(picked, _exp(log_score - best), 0.0)
+        log_weight = log_score(x, SCORING)
+        best = from_key(tl.max(order_key(log_weight)))
+        weight = tl.where(picked, exp(log_weight - best), 0.0)
         weight = weight / tl.sum(weight)
     else:
-        weight = _score(x, top, total, SCORING)
+        weight = score(x, top, total, SCORING)
     out = row * K + lane
     tl.store(ids_out + out, tl.where(live, ids, -1), mask=picked)
     tl.store(weights_out + out, tl.where(live, weight * scale, 0.0), mask=picked)
@@ -337,32 +293,13 @@ def _chunk(c: tl.constexpr, E: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.con
 
 
 @triton.jit
-def _order_key(x):
-    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0 + 0 = +0
-    return tl.where(x != x, GREATEST, bits ^ ((bits >> 31) & GREATEST))
-
-
-@triton.jit
-def _from_key(key):
-    return (key ^ ((key >> 31) & GREATEST)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _fold_max(chunks):
-    best = chunks[0]
-    for c in tl.static_range(1, len(chunks)):
-        best = tl.maximum(best, chunks[c])
-    return best
-
-
-@triton.jit
 def _group_scores(keys, lane, GROUPS: tl.constexpr, TOP2: tl.constexpr, GROUP_SIZE: tl.constexpr):
     """The key of each group's score, a tuple of scalars: its greatest, or the sum of its two
     greatest."""
     J: tl.constexpr = len(keys) // GROUPS
     bests = ()
     for g in tl.static_range(GROUPS):
-        bests = bests + (tl.max(_fold_max(keys[g * J : (g + 1) * J])),)
+        bests = bests + (tl.max(fold_max(keys[g * J : (g + 1) * J])),)
     if not TOP2 or GROUP_SIZE == 1:
         return bests
     best = tl.where(lane < 0, 0, LEAST)  # lane g adds for group g
@@ -373,10 +310,10 @@ def _group_scores(keys, lane, GROUPS: tl.constexpr, TOP2: tl.constexpr, GROUP_SI
         for c in tl.static_range(g * J, (g + 1) * J):
             below = below + (tl.where(keys[c] == bests[g], LEAST, keys[c]),)
             copies += (keys[c] == bests[g]).to(tl.int32)
-        next_best = tl.where(tl.sum(copies) > 1, bests[g], tl.max(_fold_max(below)))
+        next_best = tl.where(tl.sum(copies) > 1, bests[g], tl.max(fold_max(below)))
         best = tl.where(lane == g, bests[g], best)
         second = tl.where(lane == g, next_best, second)
-    sums = _order_key(_from_key(best) + _from_key(second))
+    sums = order_key(from_key(best) + from_key(second))
     scores = ()
     for g in tl.static_range(GROUPS):
         scores = scores + (tl.max(tl.where(lane == g, sums, LEAST)),)
@@ -447,146 +384,3 @@ def _pick(keys, experts, lane, K: tl.constexpr):
         keys = new_keys + (tl.where(won, LEAST, keys[len(keys) - 1]),)
         experts = new_experts + (experts[len(experts) - 1],)
     return ids, chosen
-
-
-@triton.jit(do_not_specialize=["stride", "tokens", "inverse_scale"])
-def _select_backward(
-    d_weights,
-    d_p_sum,
-    d_z_sum,
-    logits,
-    padding_mask,
-    ids_in,
-    weights_in,
-    chosen_in,
-    d_logits,
-    stride,
-    tokens,
-    inverse_scale,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    SCORING: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    UNIFORM: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    CHOICES: tl.constexpr,
-):
-    """Grid (T,). A dense row first, then the chosen over it. `tokens`: of a segment."""
-    DENSE: tl.constexpr = d_p_sum is not None or (SCORING == "softmax" and not RENORMALIZE)
-    row = tl.program_id(0).to(tl.int64)
-    expert, choice = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
-    live = True
-    if padding_mask is not None:
-        live = tl.load(padding_mask + row) == 0
-    of_row = row * K + choice
-    ids = tl.load(ids_in + of_row, mask=choice < K, other=-1)
-    chosen = ids >= 0
-    pull = tl.load(weights_in + of_row, mask=chosen, other=0.0)
-    share = pull * inverse_scale
-    pull *= tl.load(d_weights + of_row, mask=chosen, other=0.0)
-    all_pull = tl.sum(pull)
-    if RENORMALIZE:
-        pull -= share * all_pull
-    x = tl.load(chosen_in + of_row, mask=chosen, other=0.0)
-    pull *= _log_score_slope(x, SCORING)
-    dense = tl.zeros([EXPERTS], tl.float32)
-    if DENSE or UNIFORM:
-        xs = tl.load(logits + row * stride + expert, mask=expert < E, other=MINUS_INF).to(
-            tl.float32
-        )
-        top, total = _softmax_parts((xs,))
-        if UNIFORM:
-            live = live & (tl.abs(top) < float("inf"))
-            xs = tl.where(live, xs, 0.0)
-    if DENSE:
-        # The gradient of every logit x is slope(x) p(x) (pull_of_p - center) + level softmax(x).
-        level = 0.0
-        if SCORING == "softmax" and not RENORMALIZE:
-            level -= all_pull
-        center = 0.0
-        p_top, p_total = top, total
-        if d_p_sum is not None:
-            segment = row // tokens
-            log_sum = top + tl.log(total)
-            level += 2.0 * log_sum * tl.load(d_z_sum + segment)
-            if SCORING != "softmax":
-                p_top, p_total = _softmax_parts(
-                    (tl.where(expert < E, _log_score(xs, SCORING), MINUS_INF),)
-                )
-            weigh = tl.load(d_p_sum + segment * E + expert, mask=expert < E, other=0.0)
-            p = _exp(_log_score(xs, SCORING) - p_top) / p_total
-            center = tl.sum(tl.where(expert < E, p * weigh, 0.0))
-            dense = _log_score_slope(xs, SCORING) * p * (weigh - center)
-            p = _exp(_log_score(x, SCORING) - p_top) / p_total
-            weigh = tl.load(d_p_sum + segment * E + ids, mask=chosen, other=0.0)
-            pull += _log_score_slope(x, SCORING) * p * (weigh - center)
-        dense += level * _exp(xs - top) / total
-        pull += level * _exp(x - top) / total
-    out = d_logits + row * E
-    tl.store(out + expert, tl.where(live, dense, 0.0), mask=expert < E)
-    tl.debug_barrier()  # the chosen come after the row that they stand in
-    tl.store(out + ids, tl.where(live, pull, 0.0), mask=chosen)
-
-
-@triton.jit
-def _softmax_parts(xs):
-    """(maximum, sum of exp(x - maximum)) over chunks; the maximum is NaN where any is."""
-    keys = ()
-    for c in tl.static_range(len(xs)):
-        keys = keys + (_order_key(xs[c]),)
-    top = _from_key(tl.max(_fold_max(keys)))
-    total = _exp(xs[0] - top)
-    for c in tl.static_range(1, len(xs)):
-        total += _exp(xs[c] - top)
-    return top, tl.sum(total)
-
-
-@triton.jit
-def _exp(x):
-    return tl.exp2(x * 1.4426950408889634)  # exp guards denormal results, at four instructions
-
-
-@triton.jit
-def _softplus(x):
-    """log(1 + exp(x)); the logarithm alone would lose what 1 + exp rounds away."""
-    e = _exp(-tl.abs(x))
-    u = 1.0 + e
-    return tl.maximum(x, 0.0) + tl.where(u == 1.0, e, tl.log(u) * (e / (u - 1.0)))
-
-
-@triton.jit
-def _sigmoid(x):
-    root = tl.rsqrt(1.0 + _exp(-x))  # as close as 1 / (1 + exp(-x)), at half the instructions
-    return root * root
-
-
-@triton.jit
-def _log_score(x, SCORING: tl.constexpr):
-    """log of the score, up to a constant per row."""
-    if SCORING == "softmax":
-        return x
-    elif SCORING == "sigmoid":
-        return -_softplus(-x)
-    else:
-        return 0.5 * tl.where(x < -16.0, x, tl.log(_softplus(x)))
-
-
-@triton.jit
-def _score(x, top, total, SCORING: tl.constexpr):
-    if SCORING == "softmax":
-        return _exp(x - top) / total
-    elif SCORING == "sigmoid":
-        return _sigmoid(x)
-    else:
-        return _exp(_log_score(x, SCORING))
-
-
-@triton.jit
-def _log_score_slope(x, SCORING: tl.constexpr):
-    """d log_score / dx"""
-    if SCORING == "softmax":
-        return tl.full(x.shape, 1.0, tl.float32)
-    elif SCORING == "sigmoid":
-        return _sigmoid(-x)
-    else:
-        return 0.5 * tl.where(x < -16.0, 1.0, _sigmoid(x) / _softplus(x))

@@ -12,7 +12,7 @@ from ep_moe.ops.grouped_gemm import (
     grouped_gemm_dgrad,
     grouped_gemm_wgrad,
 )
-from ep_moe.ops.numerics import ROW_BLOCK, Numerics, matmul, row_dot
+from ep_moe.ops.numerics import ROW_BLOCK, Numerics, matmul, row_dot, sigmoid, softmax, softplus
 from ep_moe.ops.pack import pack
 from ep_moe.ops.router_logits import router_logits, router_logits_backward
 from ep_moe.ops.select import (
@@ -51,6 +51,9 @@ __all__ = [
     "sanitize",
     "select",
     "select_backward",
+    "sigmoid",
+    "softmax",
+    "softplus",
     "weighted_sum",
     "weighted_sum_backward",
 ]

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from ep_moe.ops.numerics import accumulation_dtype
+from ep_moe.ops.numerics import accumulation_dtype, sigmoid, silu
 
 # GPT-OSS: sigmoid slope, and the bound on the gate (above only) and on the up half (both sides).
 _CLAMPED_SLOPE, _CLAMPED_LIMIT = 1.702, 7.0
@@ -28,16 +27,16 @@ class Activation(NamedTuple):
 def swiglu(pre: Tensor) -> Tensor:
     """silu(gate) * up, https://arxiv.org/abs/2002.05202.  (S,2I) -> (S,I)"""
     gate, up = _halves(pre)
-    return (F.silu(gate) * up).to(pre.dtype)
+    return (silu(gate) * up).to(pre.dtype)
 
 
 def swiglu_backward(d_h: Tensor, pre: Tensor) -> Tensor:
     gate, up = _halves(pre)
     d_h = d_h.to(gate.dtype)
-    sigma = torch.sigmoid(gate)
-    silu = gate * sigma
-    d_gate = d_h * up * (sigma + silu * (1 - sigma))
-    return torch.cat([d_gate, d_h * silu], dim=1).to(pre.dtype)
+    sigma = sigmoid(gate)
+    h_gate = gate * sigma
+    d_gate = d_h * up * (sigma + h_gate * (1 - sigma))
+    return torch.cat([d_gate, d_h * h_gate], dim=1).to(pre.dtype)
 
 
 def geglu(pre: Tensor) -> Tensor:
@@ -71,7 +70,7 @@ def swiglu_clamped(pre: Tensor) -> Tensor:
     gate, up = _halves(pre)
     g = gate.clamp(max=_CLAMPED_LIMIT)
     u = up.clamp(-_CLAMPED_LIMIT, _CLAMPED_LIMIT)
-    return (g * torch.sigmoid(_CLAMPED_SLOPE * g) * (u + 1)).to(pre.dtype)
+    return (g * sigmoid(_CLAMPED_SLOPE * g) * (u + 1)).to(pre.dtype)
 
 
 def swiglu_clamped_backward(d_h: Tensor, pre: Tensor) -> Tensor:
@@ -79,7 +78,7 @@ def swiglu_clamped_backward(d_h: Tensor, pre: Tensor) -> Tensor:
     d_h = d_h.to(gate.dtype)
     g = gate.clamp(max=_CLAMPED_LIMIT)
     u = up.clamp(-_CLAMPED_LIMIT, _CLAMPED_LIMIT)
-    sigma = torch.sigmoid(_CLAMPED_SLOPE * g)
+    sigma = sigmoid(_CLAMPED_SLOPE * g)
     d_g = d_h * (u + 1) * sigma * (1 + _CLAMPED_SLOPE * g * (1 - sigma))
     d_gate = d_g.masked_fill(gate > _CLAMPED_LIMIT, 0.0)
     d_up = (d_h * g * sigma).masked_fill(up.abs() > _CLAMPED_LIMIT, 0.0)

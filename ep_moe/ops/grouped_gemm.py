@@ -56,15 +56,17 @@ def grouped_gemm_wgrad(
     expert.
 
     d_y (S,N_out), x (S,N_in) -> (E_loc,N_out,N_in). One product per expert, over its rows in packed
-    order; exact takes copies of them, so that not even their alignment depends on others.
+    order; exact has copies of them and of its output, so that not even their alignment depends on
+    others.
     """
     groups = _groups(offsets, None, len(x))
     d_weight = x.new_zeros(len(offsets) - 1, d_y.shape[1], x.shape[1])
     for e, rows in groups:
         a, b = d_y[rows], x[rows]
         if numerics == "exact":
-            a, b = a.clone(), b.clone()
-        torch.mm(a.t(), b, out=d_weight[e])
+            d_weight[e] = torch.mm(a.clone().t(), b.clone())
+        else:
+            torch.mm(a.t(), b, out=d_weight[e])
     return d_weight.mul_(scale) if scale != 1.0 else d_weight
 
 

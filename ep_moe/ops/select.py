@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ep_moe.config import SelectionConfig
+from ep_moe.ops.numerics import sigmoid, softmax, softplus
 
 
 class Selected(NamedTuple):
@@ -61,7 +62,7 @@ def select(
     ids, weights, chosen_logits, sums = select_forward(
         logits,
         expert_bias=None if expert_bias is None else expert_bias.float(),
-        padding_mask=padding_mask,
+        padding_mask=_as_bytes(padding_mask),
         given=None if given is None else given.clamp_min(0).contiguous(),
         top_k=config.top_k,
         groups=config.num_expert_group,
@@ -109,14 +110,14 @@ def select_backward(
         used = [(out, d) for out, d in zip(outputs, grads, strict=True) if out is not None]
         outs, ds = zip(*used, strict=True)
         return torch.autograd.grad(outs, leaf, ds)[0]
-    from ep_moe.kernels.select import select_backward as kernel
+    from ep_moe.kernels.select_backward import select_backward as kernel
 
     return kernel(
         d_weights,
         d_p_sum,
         d_z_sum,
         logits,
-        padding_mask,
+        _as_bytes(padding_mask),
         selected.ids,
         selected.gate_weights,
         selected.chosen_logits,
@@ -188,7 +189,7 @@ def sanitize(logits: Tensor, config: SelectionConfig, padding_mask: Tensor | Non
 
 def dense_probabilities(logits: Tensor, config: SelectionConfig) -> Tensor:
     """p (T,E) of the balance loss: the scores over their sum; never biased, rows sum to 1."""
-    return SCORING[config.scoring_func].log_score(logits).softmax(dim=1)
+    return softmax(SCORING[config.scoring_func].log_score(logits))
 
 
 class Scoring(NamedTuple):
@@ -202,13 +203,13 @@ def _log_sqrtsoftplus(logits: Tensor) -> Tensor:
     """log(softplus(x)) / 2, where softplus underflows: x / 2"""
     # softplus(x) = exp(x) (1 - exp(x) / 2 + ...): exp(x) alone, once that is below the rounding
     low = logits < math.log(torch.finfo(logits.dtype).eps)
-    softplus = F.softplus(logits.masked_fill(low, 0.0), threshold=40)  # 20 is rough for fp64
-    return torch.where(low, logits, softplus.log()) / 2
+    log_softplus = softplus(logits.masked_fill(low, 0.0)).log()
+    return torch.where(low, logits, log_softplus) / 2
 
 
 SCORING = {
-    "softmax": Scoring(lambda logits: logits.softmax(dim=1), lambda logits: logits),
-    "sigmoid": Scoring(torch.sigmoid, F.logsigmoid),
+    "softmax": Scoring(softmax, lambda logits: logits),
+    "sigmoid": Scoring(sigmoid, F.logsigmoid),
     "sqrtsoftplus": Scoring(lambda logits: _log_sqrtsoftplus(logits).exp(), _log_sqrtsoftplus),
 }
 
@@ -229,6 +230,10 @@ def order_key(scores: Tensor) -> Tensor:
     return key.masked_fill(scores.isnan(), mask)
 
 
+def _as_bytes(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.contiguous().view(torch.uint8)
+
+
 def _follow(
     logits: Tensor,
     ids: Tensor,
@@ -244,7 +249,7 @@ def _follow(
     logits = sanitize(logits, config, padding_mask)
     scoring, chosen = SCORING[config.scoring_func], ids.long().clamp_min(0)
     if config.renormalize:
-        weights = scoring.log_score(logits.gather(1, chosen)).softmax(dim=1)
+        weights = softmax(scoring.log_score(logits.gather(1, chosen)))
     else:
         weights = scoring.score(logits).gather(1, chosen)
     if config.scoring_func == "softmax":

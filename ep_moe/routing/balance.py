@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ep_moe.errors import InputError
 from ep_moe.types import RoutingStats
 
 
@@ -78,7 +79,10 @@ def z_loss(logits: Tensor, *, is_token: Tensor | None = None) -> Tensor:
 
 def total_aux(stats: Sequence[RoutingStats]) -> Tensor:
     """What to add to the loss: the mean over layers of their aux and z-losses (coefficients are
-    already in)."""
+    already in). Raises InputError when no layer reported."""
+    if not stats:
+        rule = "the RoutingStats of at least one layer, which its call returned beside y"
+        raise InputError("stats", "empty", rule)
     return torch.stack([s.aux_loss + s.z_loss for s in stats]).mean()
 
 

@@ -5,8 +5,6 @@ Which experts a token meets is pseudo-random in both, so that a token touches as
 would by chance.
 """
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -15,13 +13,23 @@ from ep_moe.config import MoEConfig
 _SEED = 0
 
 
-@lru_cache(maxsize=8)  # drawn once, or a benchmark would time the drawing
-def forced_ids(num_tokens: int, config: MoEConfig, device: torch.device) -> Tensor:
-    """(T,K) int64, K distinct experts a token, by `config.forced_routing`; the same for the same
-    T. Not to be changed in place."""
-    generator = torch.Generator().manual_seed(_SEED)
-    table = {"balanced": _balanced, "skewed": _skewed}
-    return table[config.forced_routing](num_tokens, config, generator).to(device)
+class ForcedRouting:
+    """The experts of T tokens by `config.forced_routing`, the same for the same T. The last draw is
+    kept: a benchmark would time the drawing."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        self.config = config
+        self._drawn: tuple[int, torch.device, Tensor] | None = None
+
+    def ids(self, num_tokens: int, device: torch.device) -> Tensor:
+        """(T,K) int64, K distinct experts a token. Not to be changed in place."""
+        if self._drawn is None or self._drawn[:2] != (num_tokens, device):
+            table = {"balanced": _balanced, "skewed": _skewed}
+            generator = torch.Generator().manual_seed(_SEED)
+            draw = table[self.config.forced_routing]
+            ids = draw(num_tokens, self.config, generator).to(device)
+            self._drawn = (num_tokens, device, ids)
+        return self._drawn[2]
 
 
 def _balanced(num_tokens: int, config: MoEConfig, generator: torch.Generator) -> Tensor:

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ep_moe import ops
 from ep_moe.config import MoEConfig
 from ep_moe.replay import in_backward, once, recorded
 from ep_moe.routing import balance
-from ep_moe.routing.forced import forced_ids
+from ep_moe.routing.forced import ForcedRouting
 from ep_moe.routing.selection import select
 from ep_moe.types import Routing, RoutingStats
 
@@ -35,6 +36,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.reduce, self.num_ranks = config, reduce, num_ranks
+        self.forced = None if config.forced_routing == "none" else ForcedRouting(config)
         # This rank's counts since the last optimizer step; kept once `balance_hook` is there to
         # clear them. Not a buffer: DDP would overwrite one rank's with another's.
         self.counting = False
@@ -84,15 +86,14 @@ class Router(nn.Module):
         shape = (len(logits), config.top_k)
         length = max(len(logits) if sequence_length is None else sequence_length, 1)
         segments = len(logits) // length if config.aux_loss_scope == "sequence" else 1
-        forced = config.forced_routing != "none"
         choice, routing, p_sum, z_sum = select(
             logits,
             config,
             expert_bias=self.expert_bias,
             padding_mask=padding_mask,
             segments=segments if config.aux_loss_coef or config.z_loss_coef else None,
-            forced=forced_ids(len(logits), config, logits.device) if forced else None,
-            decide=lambda choose: once(lambda: recorded(choose, shape)),
+            forced=self.forced.ids(len(logits), logits.device) if self.forced else None,
+            decide=lambda choose: once(lambda: recorded(choose, shape, config.num_experts)),
         )
         n = balance.count_tokens(choice.wanted, config.num_experts)
         self._count(n)
@@ -105,8 +106,8 @@ class Router(nn.Module):
             }
             aux = scope[config.aux_loss_scope](p_sum, choice.wanted, n)
         if config.z_loss_coef:
-            tokens = len(logits) if padding_mask is None else (~padding_mask).sum()
-            z = z_sum.sum() / torch.as_tensor(tokens).clamp_min(1)
+            real = choice.wanted[:, 0] >= 0
+            z = z_sum.sum() / real.sum().clamp_min(1)
         dropped = n.sum() - choice.kept.sum()
         losses = aux * config.aux_loss_coef, z * config.z_loss_coef
         return routing, RoutingStats(n, dropped, *losses)
@@ -162,6 +163,12 @@ class Router(nn.Module):
             self.expert_bias = moved.to(self.expert_bias.device, torch.float32)
         return self
 
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """`load_state_dict(assign=True)` takes the tensor of the file, whatever its dtype."""
+        super()._load_from_state_dict(*args)
+        if self.expert_bias is not None:
+            self.expert_bias = self.expert_bias.float()
+
 
 class _Logits(torch.autograd.Function):
     """ops.router_logits with its backward. It keeps x itself, not an fp32 copy."""
@@ -174,6 +181,7 @@ class _Logits(torch.autograd.Function):
             return ops.router_logits(x, weight, numerics=numerics)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad

@@ -163,7 +163,7 @@ def _spread(logits: Tensor, choice: Choice, weights: Tensor, config: SelectionCo
     # A row that lost all, or all but logits of -inf, has no softmax of what remains.
     weighs = choice.kept & (log_scores.detach() > -torch.inf)
     gone = ~choice.kept & weighs.any(dim=1, keepdim=True)
-    remaining = log_scores.masked_fill(gone, -torch.inf).softmax(dim=1)
+    remaining = ops.softmax(log_scores.masked_fill(gone, -torch.inf))
     return remaining * weights.sum(dim=1, keepdim=True)
 
 

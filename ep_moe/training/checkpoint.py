@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import _get_fqns, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -39,13 +40,20 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    strict: bool = True,
 ) -> dict[str, Any]:
     """Read into model and optimizer what any number of ranks wrote; returns `extra`.
 
-    Missing keys and wrong shapes raise. All ranks call it.
+    Missing keys and wrong shapes raise; so does what the file holds and the model or the optimizer
+    lacks, unless strict is False: then it is left unread. All ranks call it.
     """
     state = {**_global_state(model, optimizer), "extra": ""}
+    if strict:
+        _refuse_unread(path, state)
     with _one_process_is_meant():
         load(state, checkpoint_id=path)
     set_state_dict(
@@ -55,6 +63,24 @@ def load_checkpoint(
         optim_state_dict=_local(state["optimizer"]),
     )
     return json.loads(state["extra"])
+
+
+def _refuse_unread(path: str | Path, state: dict[str, Any]) -> None:
+    """Parameters, buffers and optimizer state of the file that would go nowhere."""
+    moments = state["optimizer"]["state"]
+    wanted = {("model", name) for name in state["model"]}
+    wanted |= {("optimizer", "state", name, key) for name in moments for key in moments[name]}
+    paths = FileSystemReader(path).read_metadata().planner_data
+    unread = [
+        name
+        for name, path in paths.items()
+        if (path[0] == "model" and path[:2] not in wanted)
+        or (path[:2] == ("optimizer", "state") and path[:4] not in wanted)
+    ]
+    if unread:
+        shown = ", ".join(unread[:8]) + (f" and {len(unread) - 8} more" if unread[8:] else "")
+        rule = "of the same model and optimizer, or read with strict=False"
+        raise InputError(f"checkpoint {path}", f"one with {shown}, which nothing here has", rule)
 
 
 @contextmanager
@@ -73,7 +99,8 @@ def _global_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     model_state, optimizer_state = get_state_dict(model, optimizer)
     moments: dict[str, Any] = dict(optimizer_state["state"])  # pyright: ignore
     meshes: dict[int, DeviceMesh] = {}
-    for name, parameter, ep in expert_parameters(model):
+    for name, parameter, experts in expert_parameters(model):
+        ep = experts.ep
         if ep.group is None:
             continue
         if id(ep.group) not in meshes:

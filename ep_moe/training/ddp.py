@@ -12,7 +12,7 @@ def ddp_ignore(model: nn.Module) -> nn.Module:
 
     DDP's broadcast names a parameter on its root `w`, its reducer `.w`; the list holds both forms.
     """
-    names = [name for name, _, ep in expert_parameters(model) if ep.size > 1 or ep.replicas]
+    names = [e.name for e in expert_parameters(model) if e.ep.size > 1 or e.ep.replicas]
     names += [f".{name}" for name in names if "." not in name]
     names += getattr(model, "_ddp_params_and_buffers_to_ignore", [])  # somebody else's
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ep_moe.ops.numerics import accumulation_dtype
-from ep_moe.training.expert_parameters import expert_parameters
+from ep_moe.training.expert_parameters import distinct_expert_parameters
 
 
 @torch.no_grad()
@@ -21,9 +21,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
     Replicated parameters count once (their gradients must already be reduced, as DDP leaves them),
     experts once each over the ranks that hold them. norm_type may be `math.inf`. Every rank of
-    the group must call it.
+    the group must call it. With a gradient scaler: after `scaler.unscale_(optimizer)`, and the
+    scaler must be torch's ShardedGradScaler, or a rank whose experts overflow skips a step that the
+    others take.
     """
-    experts = list(expert_parameters(model))
+    experts = distinct_expert_parameters(model)
     expert_ids = {id(e.parameter) for e in experts}
     dense = [p.grad for p in model.parameters() if p.grad is not None and id(p) not in expert_ids]
     device = next(model.parameters()).device

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ep_moe.experts import Experts
+from ep_moe.training.expert_parameters import distinct_expert_parameters
 
 
 @torch.no_grad()
@@ -15,14 +15,12 @@ def sync_expert_grads(model: nn.Module) -> None:
     loss_reduction mean averages, sum adds. All ranks must call it; trainable experts whose backward
     never ran on this rank take part with zeros.
     """
-    for module in model.modules():
-        if not isinstance(module, Experts) or module.ep.replicas is None:
+    for _, parameter, experts in distinct_expert_parameters(model):
+        replicas = experts.ep.replicas
+        if replicas is None or not parameter.requires_grad:
             continue
-        for parameter in module.parameters():
-            if not parameter.requires_grad:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=module.ep.replicas)
-            if module.config.loss_reduction == "mean":
-                parameter.grad /= module.ep.replicas.size()
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad, group=replicas)
+        if experts.config.loss_reduction == "mean":
+            parameter.grad /= replicas.size()

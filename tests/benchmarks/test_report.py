@@ -1,9 +1,11 @@
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 
 from benchmarks.records import Record
-from benchmarks.report import latest_rows, main, rewrite, table
+from benchmarks.report import main, rewrite, table
+from benchmarks.rows import latest_rows
 
 TIMED = {"method": "events", "window_ms": 300.0}
 
@@ -116,11 +118,17 @@ def test_a_marker_that_matches_nothing_is_named(old, new):
         rewrite(README.replace(old, new), rows)
 
 
+def test_the_command_rewrites_a_readme(tmp_path):
+    lines = [json.dumps(asdict(r)) for r in timed("ep_moe", 2.0, tokens=8)]
+    (tmp_path / "layer.jsonl").write_text("\n".join(lines))
+    readme = tmp_path / "README.md"
+    readme.write_text(README)
+    main([f"--results={tmp_path}", f"--readme={readme}"])
+    assert cells(readme.read_text()) == [["ep_moe", "2 (1.5 to 3)", "1", ""]]
+
+
 def test_the_command_prints_and_plots(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
-    import json
-    from dataclasses import asdict
-
     records = [r for tokens in (8, 16) for r in timed("ep_moe", 2.0, tokens=tokens)]
     stages = [record("ep_moe", name, 1.0, "ms", tokens=8) for name in ("experts", "total")]
     for name, found in {"layer": [*CEILINGS, *records], "layer_stages": stages}.items():

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from ep_moe import MoEConfig, MoELayer, total_aux
 from ep_moe.testing import assert_close, run_ranks
@@ -21,8 +22,14 @@ SHARES = {  # sequences of each rank; two ranks take the first two numbers and t
     "nobody has any": (0, 0, 0, 0),
 }
 SCOPES = ("micro_batch", "sequence", "global")
-# Scope, shares, padded, and which ranks: those of the experts, or a wider group.
-CELLS = list(product(SCOPES[1:], SHARES, (False, True), ("ep", "balance_over")))
+# Scope, shares, padded, and which ranks: those of the experts, or a wider group; of a mesh all.
+MESHES = ("ep of a mesh", "a mesh of two", "a mesh of three")
+CELLS = [
+    *product(SCOPES[1:], SHARES, (False, True), ("ep", "balance_over")),
+    *product(
+        SCOPES[1:], ("uneven",), (True,), ("ep of a mesh", "a mesh of two", "a mesh of three")
+    ),
+]
 
 
 def shares_of(name, world_size):
@@ -60,11 +67,21 @@ def aux_of(layer, x, mask, micro_batches=1):
 def rank_aux(rank, world_size):
     """Every cell in one go: starting ranks costs more than the losses."""
     got = {}
+    rest = world_size // 2
+    mesh = init_device_mesh("cpu", (rest, 2), mesh_dim_names=("dp", "ep"))
+    three = init_device_mesh("cpu", (rest, 1, 2))
+    ranks_of = {
+        "ep": {"ep": dist.group.WORLD},
+        "balance_over": {"balance_over": dist.group.WORLD},
+        "ep of a mesh": {"ep": mesh},
+        "a mesh of two": {"ep": mesh["ep"], "balance_over": mesh},
+        "a mesh of three": {"balance_over": three},
+    }
     for scope, name, padded, where in CELLS:
         shares = shares_of(name, world_size)
         x, mask = batch_of(sum(shares), padded)
         mine = slice(sum(shares[:rank]), sum(shares[: rank + 1]))
-        layer = layer_of(scope, {where: dist.group.WORLD})
+        layer = layer_of(scope, ranks_of[where])
         got[scope, name, padded, where] = aux_of(
             layer, x[mine], None if mask is None else mask[mine]
         )

@@ -13,7 +13,7 @@ from ep_moe import ops
 from ep_moe.check import Splits
 from ep_moe.dispatch import dispatch
 from ep_moe.dispatch.collective import exchange
-from ep_moe.testing import run_ranks
+from ep_moe.testing import assert_close, run_ranks
 
 CONFIG = ep_moe.MoEConfig(
     hidden_size=8,
@@ -104,6 +104,55 @@ def test_other_calls_are_named_on_every_rank(orders, backward, at_0, at_1):
     for error, text in run_ranks(rank_calls, 2, orders, backward, environ=CHECK, timeout=LIMIT):
         assert error == "CallMismatch"
         assert re.search(f"rank 0 is at {at_0}.*; rank 1 is at {at_1}", text), text
+
+
+def rank_calls_between_sends(rank, swapped):
+    """Layers with groups of their own, and between them an exchange of activations, and then of
+    their gradients, as a pipeline makes it; rank 1 has the layers the other way round if asked."""
+    layers = []
+    for _ in "AB":
+        torch.manual_seed(len(layers))
+        layers.append(ep_moe.MoELayer(CONFIG, ep=dist.new_group(timeout=TIMEOUT)).double())
+    first, second = layers[:: -1 if swapped and rank == 1 else 1]
+    x = torch.randn(3 + rank, 8, dtype=torch.float64, requires_grad=True)
+    try:
+        between, _ = first(x)
+        arrived = swap(between.detach(), 4 - rank).requires_grad_()
+        y, _ = second(arrived)
+        y.square().sum().backward()
+        between.backward(swap(arrived.grad, 3 + rank))
+    except ep_moe.DispatchTimeout as error:
+        return str(error)
+    return x.detach(), y.detach(), x.grad
+
+
+def swap(mine, rows):
+    """What the other rank has, through the world."""
+    theirs, peer = mine.new_empty(rows, 8), 1 - dist.get_rank()
+    for work in [dist.isend(mine, peer), dist.irecv(theirs, peer)]:
+        work.wait()
+    return theirs
+
+
+@pytest.mark.parametrize("environ", [{}, CHECK], ids=["plain", "checked"])
+def test_groups_of_their_own_between_the_sends_of_a_pipeline(environ):
+    """BB-101, its other half."""
+    torch.manual_seed(0)
+    first = ep_moe.MoELayer(CONFIG).double()
+    torch.manual_seed(1)
+    second = ep_moe.MoELayer(CONFIG).double()
+    got = run_ranks(rank_calls_between_sends, 2, False, environ=environ, timeout=LIMIT)
+    for rank, (x, _, d_x) in enumerate(got):
+        y = second(first(x.requires_grad_())[0])[0]
+        assert_close(got[1 - rank][1], y.detach(), name="y, at the other rank")
+        assert_close(d_x, torch.autograd.grad(y.square().sum(), x)[0], name="dx")
+
+
+def test_groups_of_their_own_in_another_order_end_in_time():
+    """BB-101: without a check, too. Each rank waits in the group of another layer."""
+    for rank, text in enumerate(run_ranks(rank_calls_between_sends, 2, True, timeout=LIMIT)):
+        assert re.match(rf"rank {rank} waited [56]\.\d s at the sum of a tensor", text), text
+        assert f"rank {1 - rank} is at work after the start" in text
 
 
 def test_a_rank_that_calls_no_more_is_named():

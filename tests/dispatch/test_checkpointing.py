@@ -1,6 +1,7 @@
-"""Activation checkpointing across ranks, and changes of x between forward and backward."""
+"""Activation checkpointing across ranks; x and the routing changed between forward and backward."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -8,11 +9,14 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import ep_moe
+from ep_moe.dispatch import combine, dispatch
 from ep_moe.testing import run_ranks
 
 CONFIG = ep_moe.MoEConfig(
     hidden_size=8, intermediate_size=8, num_experts=4, top_k=1, renormalize=False
 )
+GATE_ON = ("output", "input")
+CONTEXTS = ({}, {"context_fn": ep_moe.replay()})
 
 
 def route_differently_on_recompute(ep, num_experts=4):
@@ -93,3 +97,54 @@ def test_x_changed_in_place(dtype):
     change_x_in_place(None, dtype)
     change_x_in_place_without_grad(None)
     run_ranks(rank_changes_x, 2, dtype)
+
+
+def change_routing_in_place(ep):
+    """Gates and ids of the caller's own router, which one rank works on and two send."""
+    for part, numerics, gate_on in product(("gates", "ids"), ("fast", "exact"), GATE_ON):
+        layer = ep_moe.MoELayer(replace(CONFIG, numerics=numerics, gate_on=gate_on), ep=ep)
+        x = torch.randn(6, 8, requires_grad=True)
+        ids = (torch.arange(6)[:, None] % 4).int()
+        gates = torch.rand(6, 1)
+        y = ep_moe.moe(x, ep_moe.Routing(ids, gates), layer.experts, layer.transport)
+        {"gates": gates, "ids": ids}[part].zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def change_ids_before_recomputing(ep, context):
+    """Of a routing from outside the block: another one, or nonsense."""
+    layer = ep_moe.MoELayer(CONFIG, ep=ep)
+    other, nonsense = (lambda ids: ids.copy_(ids.flip(0))), (lambda ids: ids.fill_(99))
+    # Without a plan to replay the recomputation stumbles over nonsense itself.
+    for change in (other, nonsense) if context else (other,):
+        ids, gates = (torch.arange(8)[:, None] % 4).int(), torch.ones(8, 1)
+        routing = ep_moe.Routing(ids, gates)
+
+        def block(x, routing=routing):
+            return dispatch_to_experts(layer, x, routing)
+
+        y = checkpoint(block, torch.randn(8, 8, requires_grad=True), use_reentrant=False, **context)
+        change(ids)
+        with pytest.raises(ep_moe.RecomputationMismatch, match="changed parameters or ids"):
+            y.sum().backward()
+
+
+def dispatch_to_experts(layer, x, routing):
+    """`moe` without its look at the ids."""
+    arrived = dispatch(x, routing, CONFIG.num_experts, layer.transport)
+    return combine(layer.experts(arrived), arrived.plan, layer.transport)
+
+
+def rank_changes_routing(rank):
+    change_routing_in_place(dist.group.WORLD)
+    for context in CONTEXTS:
+        change_ids_before_recomputing(dist.group.WORLD, context)
+
+
+def test_a_routing_changed_in_place():
+    """The same error on one rank and on two, in a checkpoint and without."""
+    change_routing_in_place(None)
+    for context in CONTEXTS:
+        change_ids_before_recomputing(None, context)
+    run_ranks(rank_changes_routing, 2)

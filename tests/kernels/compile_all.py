@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
-from ep_moe.kernels import pack, select
+from ep_moe.kernels import pack, select, select_backward
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -67,11 +67,11 @@ def variants() -> Iterator[tuple[str, JITFunction, dict[str, str], dict[str, Any
     odd = plain | {"E": 384, "K": 10, "SCORING": "sqrtsoftplus", "RENORMALIZE": False}
     yield "E = 384, K = 10, sums", select._select_forward, forward | mask | sums, odd, 1
     sizes = {"E": 256, "K": 8, "EXPERTS": 256, "CHOICES": 8}
-    yield "renormalised", select._select_backward, backward, softmax | sizes, 1
+    yield "renormalised", select_backward._select_backward, backward, softmax | sizes, 1
     full = softmax | sizes | {"RENORMALIZE": False}
-    yield "softmax", select._select_backward, backward, full, 1
+    yield "softmax", select_backward._select_backward, backward, full, 1
     sigmoid = softmax | sizes | {"SCORING": "sigmoid", "UNIFORM": True}
-    yield "sigmoid, sums", select._select_backward, backward | d_sums | mask, sigmoid, 1
+    yield "sigmoid, sums", select_backward._select_backward, backward | d_sums | mask, sigmoid, 1
     for experts in (8, 256):
         bins = {"E": experts, "BINS": 2 * max(experts, 16), "BLOCK": pack.BLOCK}
         types = {"ids": "*i32", "counts": "*i32", "slots": "i32"}

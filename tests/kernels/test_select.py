@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from ep_moe import SelectionConfig, ops, oracle, select_experts
+from ep_moe.kernels import scores
 from ep_moe.kernels import select as kernel
 
 INF, NAN = math.inf, math.nan
@@ -103,9 +104,9 @@ def test_ids_where_the_key_is_a_score(shape, group_score, device):
 def _scores(logits, bias, out, SCORING: tl.constexpr, E: tl.constexpr, LANES: tl.constexpr):
     e = tl.arange(0, LANES)
     x = tl.load(logits + tl.program_id(0) * E + e, mask=e < E, other=-float("inf"))
-    top, total = kernel._softmax_parts((x,))
+    top, total = scores.softmax_parts((x,))
     b = tl.load(bias + e, mask=e < E, other=0.0)
-    tl.store(out + tl.program_id(0) * E + e, kernel._score(x, top, total, SCORING) + b, mask=e < E)
+    tl.store(out + tl.program_id(0) * E + e, scores.score(x, top, total, SCORING) + b, mask=e < E)
 
 
 @pytest.mark.parametrize("group_score", ["max", "top2_sum"])

@@ -6,6 +6,8 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+import train_lm
 import yaml
 from lm import LanguageModel
 from routing_trace import RecordingConfig, RoutingRecorder
@@ -16,6 +18,7 @@ from ep_moe import ConfigError
 from ep_moe.config import parse_args
 from ep_moe.parallel import Process
 from ep_moe.routing import count_tokens
+from ep_moe.testing import run_ranks
 from ep_moe.traces import RoutingTrace
 
 from .conftest import LAUNCH
@@ -71,6 +74,26 @@ def test_what_cannot_start_is_refused_and_leaves_nothing(small_run, tmp_path):
         with pytest.raises(ConfigError, match=message):
             train(run(**changes), ALONE)
     assert not (tmp_path / "none").exists()
+
+
+def rank_builds_its_model(rank, config):
+    """What group the experts of a run are given."""
+    given = []
+
+    def look(_config, *, ep):
+        given.append(ep)
+        raise ZeroDivisionError
+
+    train_lm.LanguageModel = look
+    process = Process(rank, rank, 2, torch.device("cpu"), dist.group.WORLD)
+    with pytest.raises(ZeroDivisionError):
+        train(config, process)
+    return given[0] is process.group, dist.get_process_group_ranks(given[0])
+
+
+def test_experts_share_no_group_with_ddp(small_run):
+    """Or its all-reduce could meet their all-to-all."""
+    assert run_ranks(rank_builds_its_model, 2, small_run()) == [(False, [0, 1])] * 2
 
 
 def test_two_ranks_train_and_one_goes_on(small_run, tmp_path):

@@ -1,5 +1,7 @@
 """One product per expert over the rows it owns: forward, input, weight and bias gradients."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -153,6 +155,42 @@ def test_empty_expert_has_a_zero_weight_gradient(device):
     d_y = torch.tensor([[1.0], [1.0], [2.0]], device=device)
     got = ops.grouped_gemm_wgrad(d_y, x, offsets_of((2, 0, 1), device))
     assert got.tolist() == [[[4.0, 6.0]], [[0.0, 0.0]], [[10.0, 12.0]]]
+
+
+def test_empty_experts_among_many_rows(device):
+    """BB-31: in poisoned memory, one call after another."""
+    sizes = (162, 0, 2577, 446, 0, 83)
+    x, weight, bias, d_y = make(sizes, 5, 3, torch.float64, device)
+    _, d_weight, d_bias = gradients(x, weight, bias, d_y, sizes)
+    for _ in range(2):
+        for name, got, expected in [
+            ("d_weight", ops.grouped_gemm_wgrad(d_y, x, offsets_of(sizes, device)), d_weight),
+            ("d_bias", ops.grouped_bias_grad(d_y, offsets_of(sizes, device)), d_bias),
+        ]:
+            assert_close(got, expected, name=name)
+            assert (got[[1, 4]] == 0).all()
+            got.fill_(torch.nan)  # what its memory holds when it is given out again
+            del got
+
+
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+@pytest.mark.parametrize("block", [8, ops.ROW_BLOCK])
+def test_an_empty_group_anywhere(block, numerics, device):
+    """BB-33: nothing, one row, one less than a block, a block and one more, in any order."""
+    for sizes in itertools.permutations((0, 1, block - 1, block, block + 1)):
+        x, weight, bias, d_y = make(sizes, 3, 2, torch.float64, device)
+        offsets, options = offsets_of(sizes, device), {"numerics": numerics}
+        owners = torch.tensor(owners_of(sizes), device=device)
+        of_row = weight[owners]  # (S,N_out,N_in)
+        y = (of_row @ x[:, :, None])[:, :, 0] + bias[owners]
+        d_x = (of_row.mT @ d_y[:, :, None])[:, :, 0]
+        d_weight = torch.stack([d_y[owners == e].t() @ x[owners == e] for e in range(len(sizes))])
+        for name, got, right in [
+            ("y", ops.grouped_gemm(x, weight, offsets, bias, **options), y),
+            ("d_x", ops.grouped_gemm_dgrad(d_y, weight, offsets, **options), d_x),
+            ("d_weight", ops.grouped_gemm_wgrad(d_y, x, offsets, **options), d_weight),
+        ]:
+            assert_close(got, right, name=f"{name} of {sizes}")
 
 
 def test_square_weights_are_stored_out_by_in(device):

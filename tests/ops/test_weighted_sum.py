@@ -111,6 +111,27 @@ def test_small_terms_survive_in_bf16(device):
     assert got.item() == 33.0 != 32.0
 
 
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("top_k", [2, 4, 8, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_error_does_not_grow_with_k(dtype, top_k, gated, device):
+    """BB-41, its kind: one rounding for any K, with gates (forward) and without (backward)."""
+    y = (torch.rand(200 * top_k, 8, device=device) ** 4 + 0.1).to(dtype)
+    index = torch.randperm(200 * top_k, device=device).int().view(200, top_k)
+    gate = torch.rand(200, top_k, device=device) if gated else None
+    weights = torch.ones(200, top_k, device=device) if gate is None else gate
+    exact = (weights.double()[..., None] * y.double()[index.long()]).sum(1)
+    got = ops.weighted_sum(y, gate, index)
+    error = ((got.double() - exact).abs() / exact).max().item()
+    assert error <= torch.finfo(dtype).eps / 2 * 1.01
+    running = torch.zeros_like(got)
+    for k in range(top_k):
+        running += (weights[:, k, None] * y[index[:, k].long()]).to(dtype)
+    wrong = ((running.double() - exact).abs() / exact).max().item()
+    if gated or top_k > 2:  # the sum of two rounds once, however it is done
+        assert wrong > torch.finfo(dtype).eps / 2 * 1.01
+
+
 def test_gate_multiplies_the_bias_too(device):
     """Case BB-43: rows that are nothing but a bias; unweighted they would add up to 12."""
     index = torch.tensor([[0, 1]], dtype=torch.int32, device=device)

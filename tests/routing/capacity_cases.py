@@ -19,8 +19,14 @@ def with_capacity(factor, policy="position", **changes) -> SelectionConfig:
     return SelectionConfig(**(fields | changes))
 
 
+def dropless(config: SelectionConfig) -> SelectionConfig:
+    """The same without a capacity, and without what would have no effect then."""
+    idle = {"capacity_policy": "position", "min_capacity": 0, "renormalize_after_drop": False}
+    return replace(config, capacity_factor=None, **idle)
+
+
 def candidates(logits: Tensor, config: SelectionConfig) -> list[list[int]]:
     """Of every token the experts of its kept groups, best first."""
     all_of_them = config.topk_group * (logits.shape[1] // config.num_expert_group)
-    ranking = replace(config, top_k=all_of_them, capacity_factor=None)
+    ranking = replace(dropless(config), top_k=all_of_them)
     return [oracle.choose(row, ranking) for row in logits.tolist()]

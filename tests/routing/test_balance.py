@@ -5,7 +5,15 @@ import math
 import pytest
 import torch
 
-from ep_moe import RoutingStats, busiest_rank, dead_experts, load_change, max_vio, total_aux
+from ep_moe import (
+    InputError,
+    RoutingStats,
+    busiest_rank,
+    dead_experts,
+    load_change,
+    max_vio,
+    total_aux,
+)
 from ep_moe.routing import aux_loss, count_tokens, updated_bias, z_loss
 from ep_moe.testing import assert_close
 
@@ -45,6 +53,12 @@ def test_layers_are_averaged_after_the_product():
     pooled = torch.tensor([[0.9, 0.1]] * 2 + [[0.1, 0.9]] * 2)
     wrong = aux_loss(pooled, torch.tensor([2, 2]), top_k=1, num_tokens=4)
     assert wrong.item() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("nothing", [[], ()])
+def test_total_aux_of_no_layer_is_named(nothing):
+    with pytest.raises(InputError, match=r"^stats is empty, but it must be the RoutingStats"):
+        total_aux(nothing)
 
 
 def test_total_aux_adds_both_losses():

@@ -2,7 +2,6 @@
 nothing, adds nothing and gets no gradient; the share of them is reported."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from tests.routing.capacity_cases import (
     EACH_POLICY,
     NO_WARNING,
     candidates,
+    dropless,
     with_capacity,
 )
 
@@ -67,7 +67,7 @@ def test_weights_and_gradients(scoring_func, renormalize, renormalize_after_drop
             refused = [e for e in ranked if e not in ids]
             ids[ids < 0] = torch.tensor(refused[: (ids < 0).sum()], dtype=torch.int64)
     else:
-        chosen = select_experts(logits, replace(config, capacity_factor=None)).ids.long()
+        chosen = select_experts(logits, dropless(config)).ids.long()
     exact = leaf(logits)
     expected = formula(exact, chosen, kept, config)
     assert_close(routing.gate_weights, expected, name="weights")

@@ -1,10 +1,12 @@
 """Forced routings for benchmarks: distinct experts, exact balance, and the skew asked for."""
 
+import copy
+
 import pytest
 import torch
 
 from ep_moe import max_vio
-from ep_moe.routing import Router, count_tokens
+from ep_moe.routing import Router, count_tokens, forced
 from ep_moe.testing import assert_close
 from tests.helpers import small_config
 
@@ -66,6 +68,25 @@ def test_the_same_tokens_get_the_same_experts(forced_routing):
     first, _ = route(40, forced_routing=forced_routing)
     second, _ = route(40, forced_routing=forced_routing)
     assert torch.equal(first.ids, second.ids)
+
+
+@MODES
+def test_drawn_once_a_size_and_kept_on_the_router(forced_routing, monkeypatch):
+    """A benchmark calls with the same T again and again; nothing is shared between layers."""
+    drawn, draw = [], getattr(forced, f"_{forced_routing}")
+
+    def counted(num_tokens, *args):
+        drawn.append(num_tokens)
+        return draw(num_tokens, *args)
+
+    monkeypatch.setattr(forced, f"_{forced_routing}", counted)
+    routers = [Router(small_config(forced_routing=forced_routing)) for _ in "ab"]
+    for tokens in (40, 40, 8, 8, 40):
+        for router in routers:
+            router(torch.randn(tokens, 16), None)
+    assert drawn == [40, 40, 8, 8, 40, 40]
+    twin = copy.deepcopy(routers[0])
+    assert torch.equal(*(r(torch.randn(40, 16), None)[0].ids for r in (twin, routers[0])))
 
 
 @MODES

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import ep_moe
@@ -258,3 +259,22 @@ def test_all_ranks_move_alike(name, where, biases):
     """By the counts of all of them."""
     expected = [0.0] * 4 if name == "no tokens anywhere" else MOVES
     assert [rank[name, where] for rank in biases] == [expected] * 2
+
+
+def rank_bias_on_a_mesh(rank):
+    """Rank 3 alone wants what makes the counts WANTED."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    mine = tokens_for([[3, 0, 0, 0], [3, 0, 0, 0], [0, 0, 4, 0], [0, 2, 0, 4]][rank])
+    return [
+        bias_after(four_experts(ranks), [mine])
+        for ranks in (
+            {"ep": mesh},
+            {"balance_over": mesh},
+            {"ep": mesh["dp"], "balance_over": mesh},
+        )
+    ]
+
+
+def test_all_ranks_of_a_mesh_move_alike():
+    """Replicas of the experts too: by the counts of its own row each pair would go its own way."""
+    assert run_ranks(rank_bias_on_a_mesh, 4) == [[MOVES] * 3] * 4

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,11 +21,12 @@ CONFIG = ep_moe.MoEConfig(hidden_size=16, intermediate_size=12, num_experts=8, t
 class Model(nn.Module):
     """A linear layer and an MoE layer: the least that has replicated and expert parameters."""
 
-    def __init__(self, ep):
+    def __init__(self, ep, config=CONFIG):
         super().__init__()
         torch.manual_seed(0)
         self.dense = nn.Linear(16, 16)
-        self.moe = ep_moe.MoELayer(CONFIG, ep=ep)
+        self.moe = ep_moe.MoELayer(config, ep=ep)
+        self.double()  # Adam divides rounding errors by moments as small as they
 
     def forward(self, x):
         y, _ = self.moe(self.dense(x))
@@ -33,7 +35,7 @@ class Model(nn.Module):
 
 def batch(rank, step=0, tokens=10):
     generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(tokens, 16, generator=generator)
+    return torch.randn(tokens, 16, generator=generator, dtype=torch.float64)
 
 
 def train(model, optimizer, batches, max_norm=0.1):
@@ -72,6 +74,8 @@ def assert_same_model(ranks, one):
             if ".experts." in name:
                 each = len(value) // len(ranks)
                 value = value[rank * each : (rank + 1) * each]
+            # Adam's steps do not get smaller with the gradient: where that is near nothing, its
+            # rounding is all that there is.
             assert_close(weights[name], value, name=f"{name} of rank {rank}")
 
 
@@ -79,6 +83,43 @@ def assert_same_model(ranks, one):
 def test_ddp_training_equals_one_process(world_size):
     ranks = run_ranks(rank_trained, world_size, range(3), None, None)
     assert_same_model(ranks, trained(None, range(world_size), range(3)))
+
+
+CROWDED = replace(CONFIG, top_k=1, renormalize=False, router_bias=True)
+
+
+def trained_with_idle_experts(ep, ranks, crowded):
+    """5 steps on a token a rank, or 3 on ten that all want expert 0: what `trained` returns, and
+    whether each gradient of the last step was nothing but zeros."""
+    model = Model(ep, CROWDED if crowded else CONFIG)
+    if crowded:
+        with torch.no_grad():
+            model.moe.router.bias[0] = 20.0
+    ep_moe.ddp_ignore(model)
+    wrapped = model if ep is None else DistributedDataParallel(model, find_unused_parameters=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    tokens, steps = (10, 3) if crowded else (1, 5)
+    norms = train(
+        wrapped, optimizer, [[batch(r, step, tokens) for r in ranks] for step in range(steps)]
+    )
+    zero = {n: not p.grad.any() for n, p in model.named_parameters()}
+    return norms, {n: p.detach().clone() for n, p in model.named_parameters()}, zero
+
+
+def rank_trained_with_idle_experts(rank, crowded):
+    return trained_with_idle_experts(dist.group.WORLD, [rank], crowded)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("crowded", [False, True], ids=["BB-103 few tokens", "BB-65 one expert"])
+def test_experts_without_tokens_under_ddp(crowded, world_size):
+    """Their gradients are zeros, not None: nobody waits for them, or says that they are unused."""
+    ranks = run_ranks(rank_trained_with_idle_experts, world_size, crowded)
+    one = trained_with_idle_experts(None, range(world_size), crowded)
+    assert_same_model([got[:2] for got in ranks], one)
+    if crowded:
+        idle = [rank for rank, (*_, zero) in enumerate(ranks) if zero["moe.experts.w_down"]]
+        assert idle == list(range(1, world_size))
 
 
 @pytest.mark.parametrize("written_by, read_by", [(2, 1), (1, 2), (2, 4)])
@@ -170,6 +211,27 @@ def rank_under_ddp(rank, placed):
     return not torch.equal(before, model.moe.experts.w_down), error
 
 
+def test_a_new_wrapper_is_no_old_one(monkeypatch):
+    """The address of a wrapper that is gone may be that of the next, which is looked at again."""
+    layer = ep_moe.MoELayer(CONFIG).double()
+    layer.ep = ep_moe.ExpertParallel(size=2)
+    active = []
+    monkeypatch.setattr(DistributedDataParallel, "_get_active_ddp_module", lambda: active[0])
+
+    class Wrapper:
+        def __init__(self, ignored):
+            self.module, self.parameters_to_ignore = layer, ignored
+
+    active.append(Wrapper({name for name, _ in layer.named_parameters()}))
+    layer(batch(0))
+    address = id(active.pop())
+    later = [Wrapper(set()) for _ in range(10_000)]
+    active += [wrapper for wrapper in later if id(wrapper) == address]
+    assert active, "no object came to the same place"
+    with pytest.raises(ep_moe.ConfigError, match="ddp_ignore"):
+        layer(batch(0))
+
+
 class ExpertsOnTheRoot(ep_moe.Experts):
     """The parameters of DDP's own root, which its reducer names `.w`."""
 
@@ -187,7 +249,7 @@ class ExpertsOnTheRoot(ep_moe.Experts):
 
 def rank_experts_on_the_root(rank):
     torch.manual_seed(0)
-    model = ExpertsOnTheRoot(dist.group.WORLD)
+    model = ExpertsOnTheRoot(dist.group.WORLD).double()
     wrapped = DistributedDataParallel(ep_moe.ddp_ignore(model))
     wrapped(batch(rank)).square().mean().backward()
     alone = copy.deepcopy(model)

@@ -1,0 +1,58 @@
+"""The hand-written backward functions are no graphs of their own: a derivative of them is refused,
+never silently wrong."""
+
+import pytest
+import torch
+
+from ep_moe import ExpertParallel, Experts, Routing
+from ep_moe.dispatch import combine, dispatch, make_transport
+from ep_moe.exact import exact_linear, split_slots, sum_slots
+from ep_moe.routing import Router
+from ep_moe.types import Arrived
+from tests.helpers import random_local_ids, small_config
+
+CONFIG = small_config(renormalize=False)
+ROWS, TOP_K, HIDDEN = 5, CONFIG.top_k, CONFIG.hidden_size
+
+
+def routing():
+    ids = random_local_ids(ROWS, TOP_K, CONFIG.num_experts, absent=0.0)
+    return Routing(ids, torch.rand(ROWS, TOP_K, dtype=torch.float64))
+
+
+def transport():
+    return make_transport("local", ExpertParallel())
+
+
+def through_experts(x):
+    chosen = routing()
+    arrived = Arrived(x, chosen.gate_weights, chosen.ids, plan=None)
+    return Experts(CONFIG, ExpertParallel()).double()(arrived)
+
+
+def through_combine(x):
+    plan = dispatch(x.detach(), routing(), CONFIG.num_experts, transport()).plan
+    return combine(x, plan, transport())
+
+
+FUNCTIONS = {
+    "router": lambda x: Router(CONFIG).double().logits(x),
+    "dispatch": lambda x: dispatch(x, routing(), CONFIG.num_experts, transport()).rows,
+    "experts": through_experts,
+    "combine": through_combine,
+    "split_slots": lambda x: split_slots(x, routing(), gate_on="output")[0],
+    "sum_slots": lambda x: sum_slots(
+        x.repeat_interleave(TOP_K, dim=0), routing(), gate_on="output"
+    ),
+    "exact_linear": lambda x: exact_linear(x, torch.randn(3, HIDDEN)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_second_derivative_is_refused(name):
+    x = torch.randn(ROWS, HIDDEN, dtype=torch.float64, requires_grad=True)
+    loss = FUNCTIONS[name](x).square().sum()
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    assert slope.abs().max() > 0
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.sum().backward()
