@@ -9,7 +9,7 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -153,7 +153,9 @@ class Process:
     def new_group(self) -> dist.ProcessGroup | None:
         """Another group of all ranks with the same timeout, for experts beside what uses `group`:
         each has an order of exchanges of its own. Every rank must call it. None when alone."""
-        return None if self.group is None else dist.new_group(timeout=self.timeout)
+        if self.group is None:
+            return None
+        return cast(dist.ProcessGroup, dist.new_group(timeout=self.timeout))  # all are members
 
     def close(self) -> None:
         """Leave the process group, if this process joined one; never waits for a peer."""

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ep_moe
+from ep_moe import parallel
 
 CONFIG = ep_moe.MoEConfig(
     hidden_size=8,
@@ -57,14 +58,14 @@ def do_to_itself(what: str) -> None:
 
 def arm(at: str, what: str) -> None:
     """The package's own waits say when."""
-    waiting = ep_moe.ExpertParallel.waiting
+    waiting = parallel._waiting
 
-    def armed(self: Any, stage: str, splits: Any = None) -> AbstractContextManager[None]:
+    def armed(group: Any, stage: str, splits: Any = None) -> AbstractContextManager[None]:
         if at in stage:
             do_to_itself(what)
-        return waiting(self, stage, splits)
+        return waiting(group, stage, splits)
 
-    ep_moe.ExpertParallel.waiting = armed
+    parallel._waiting = armed
 
 
 def hang_on_failure() -> None:

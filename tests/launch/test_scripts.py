@@ -89,7 +89,8 @@ def test_quickstart_passes_its_arguments_on(python):
     first, second = [line for line in done.stdout.splitlines() if "launch/train_lm.py" in line]
     assert "configs/runs/quickstart.yaml" in first
     assert "--steps=7 --name quickstart" in first  # what makes it the short run comes last and wins
-    assert "-unbalanced --model.moe.aux_loss_coef=0 --stop_after=" in first
+    assert "-unbalanced --model.moe.aux_loss_coef=0 --model.moe.aux_loss_scope=micro" in first
+    assert " --stop_after=" in first
     assert second.endswith("-unbalanced --steps=7")
 
 
