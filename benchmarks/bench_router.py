@@ -176,10 +176,12 @@ class Bench:
         ]
         case |= {"num_experts": self.config.num_experts}
         first = calls[report.OURS](sets[0])
+        # Scores that two functions compute differ in the last bit, and with it a choice in 10^5.
+        by_logit = set(VARIANTS) - set(BIASED)
 
         def check(outputs: tuple[Tensor, ...]) -> None:
             error = largest_error(outputs, first)
-            if not error <= 2e-2 * (case["scope"] == "logits") + 1e-5:
+            if not error <= (1e-5 if case["variant"] in by_logit else 2e-2):
                 raise Disagreement(f"its {case['scope']} is {error:.1e} from ours")
 
         implementations = {

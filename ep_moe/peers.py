@@ -67,7 +67,9 @@ class Peers:
                 raise RuntimeError("a peer had left before this exchange began")
             yield
             if self._asynchronous:
-                net.enqueued = torch.cuda.current_stream().record_event()
+                event = torch.cuda.Event()
+                event.record()
+                net.enqueued = event
         except RuntimeError as error:
             net.handled = True
             departure = self._reason(stage, time.monotonic() - began)

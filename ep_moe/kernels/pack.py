@@ -10,26 +10,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 512
-PAIRS = 32  # of a block, compared with all of it at a time
-SCANNED = 256  # blocks at a time
-COLUMNS = 16
+BLOCK = 128
+SCANNED = 1024  # blocks at a time
 
 
 def count(ids: Tensor, num_experts: int) -> Tensor:
-    """(blocks, E) int32: how often each expert stands in each block of flat ids; -1 nowhere."""
+    """(E, blocks) int32: how often each expert stands in each block of the flat (T,K) int32 ids; -1
+    counts nowhere."""
     slots = ids.numel()
     blocks = triton.cdiv(slots, BLOCK)
-    counts = torch.empty(blocks, num_experts, dtype=torch.int32, device=ids.device)
+    counts = torch.empty(num_experts, blocks, dtype=torch.int32, device=ids.device)
     if blocks:
-        _count[(blocks,)](
-            ids,
-            counts,
-            slots,
-            E=num_experts,
-            BINS=max(triton.next_power_of_2(num_experts + 1), 32),
-            BLOCK=BLOCK,
-        )
+        bins = max(triton.next_power_of_2(num_experts + 1), 32)
+        _count[(blocks,)](ids, counts, slots, blocks, E=num_experts, BINS=bins, BLOCK=BLOCK)
     return counts
 
 
@@ -43,13 +36,10 @@ def pack(local_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, T
     packed = torch.empty_like(local_ids)
     if not slots:
         return arrived, choice, packed, local_ids.new_zeros(num_experts + 1)
-    offsets = local_ids.new_empty(num_experts + 1)
-    before = count(local_ids, num_experts)
-    totals = local_ids.new_empty(num_experts)
-    _sum_blocks[(triton.cdiv(num_experts, COLUMNS),)](
-        before, totals, len(before), E=num_experts, SCANNED=SCANNED, COLUMNS=COLUMNS
-    )
-    _place[(len(before),)](
+    before, totals = count(local_ids, num_experts), local_ids.new_empty(num_experts)
+    offsets, blocks = local_ids.new_empty(num_experts + 1), before.shape[1]
+    _sum_blocks[(num_experts,)](before, totals, blocks, SCANNED=SCANNED)
+    _place[(blocks,)](
         local_ids,
         before,
         totals,
@@ -58,45 +48,41 @@ def pack(local_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, T
         packed,
         offsets,
         slots,
+        blocks,
         E=num_experts,
         K=top_k,
         EXPERTS=triton.next_power_of_2(num_experts),
         BLOCK=BLOCK,
-        PAIRS=PAIRS,
-        num_warps=8,
     )
     return arrived, choice, packed, offsets
 
 
-@triton.jit(do_not_specialize=["slots"])
-def _count(ids, counts, slots, E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["slots", "blocks"])
+def _count(ids, counts, slots, blocks, E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
     block = tl.program_id(0)
     slot = block * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(ids + slot, mask=slot < slots, other=-1)
     bins = tl.histogram(tl.where(expert < 0, E, expert).to(tl.int32), BINS)
     expert_of_bin = tl.arange(0, BINS)
-    at = counts + block.to(tl.int64) * E + expert_of_bin
+    at = counts + expert_of_bin.to(tl.int64) * blocks + block
     tl.store(at, bins, mask=expert_of_bin < E)
 
 
 @triton.jit(do_not_specialize=["blocks"])
-def _sum_blocks(
-    counts, totals, blocks, E: tl.constexpr, SCANNED: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """In place: each block's counts become those of all blocks before it."""
-    expert = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros([COLUMNS], tl.int32)
+def _sum_blocks(counts, totals, blocks, SCANNED: tl.constexpr):
+    """A program an expert. In place: each block's count becomes that of all blocks before it."""
+    expert = tl.program_id(0)
+    total = 0
     for first in range(0, blocks, SCANNED):
         block = first + tl.arange(0, SCANNED)
-        at = counts + block[:, None].to(tl.int64) * E + expert[None, :]
-        inside = (block[:, None] < blocks) & (expert[None, :] < E)
-        n = tl.load(at, mask=inside, other=0)
-        tl.store(at, total[None, :] + tl.cumsum(n, 0) - n, mask=inside)
-        total += tl.sum(n, 0)
-    tl.store(totals + expert, total, mask=expert < E)
+        at = counts + expert.to(tl.int64) * blocks + block
+        n = tl.load(at, mask=block < blocks, other=0)
+        tl.store(at, total + tl.cumsum(n, 0) - n, mask=block < blocks)
+        total += tl.sum(n)
+    tl.store(totals + expert, total)
 
 
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit(do_not_specialize=["slots", "blocks"])
 def _place(
     ids,
     before,
@@ -106,11 +92,11 @@ def _place(
     packed_of_arrived,
     offsets,
     slots,
+    blocks,
     E: tl.constexpr,
     K: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    PAIRS: tl.constexpr,
 ):
     block = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
@@ -119,24 +105,15 @@ def _place(
     if block == 0:
         tl.store(offsets, 0)
         tl.store(offsets + 1 + expert, ends, mask=expert < E)
-    mine = before + block.to(tl.int64) * E
-    start = ends - n + tl.load(mine + expert, mask=expert < E, other=0)
-    tl.store(mine + expert, start, mask=expert < E)
-    tl.debug_barrier()  # read again below, by other threads
 
     place = tl.arange(0, BLOCK)
     slot = block * BLOCK + place
     id = tl.load(ids + slot, mask=slot < slots, other=-1)
-    rank = tl.zeros([BLOCK], tl.int32)
-    for first in range(0, BLOCK, PAIRS):
-        other = first + tl.arange(0, PAIRS)
-        other_id = tl.load(
-            ids + block * BLOCK + other, mask=block * BLOCK + other < slots, other=-1
-        )
-        earlier = (other_id[:, None] == id[None, :]) & (other[:, None] < place[None, :])
-        rank += tl.sum(earlier.to(tl.int32), 0)  # threads stand along dimension 1: no exchange
     here = id >= 0
-    packed = tl.load(mine + id, mask=here, other=0) + rank
+    packed = tl.gather(ends - n, tl.maximum(id, 0), 0)
+    packed += tl.load(before + id.to(tl.int64) * blocks + block, mask=here, other=0)
+    earlier = (id[:, None] == id[None, :]) & (place[:, None] < place[None, :])
+    packed += tl.sum(earlier.to(tl.int32), 0)  # threads stand along dimension 1: no exchange
     tl.store(packed_of_arrived + slot, tl.where(here, packed, -1), mask=slot < slots)
     tl.store(arrived_of_packed + packed, slot // K, mask=here)
     tl.store(choice_of_packed + packed, slot % K, mask=here)

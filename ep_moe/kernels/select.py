@@ -59,18 +59,19 @@ def select_forward(
     scale: float,
     uniform: bool,
     segments: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Sums | None]:
-    """logits (T,E) fp32, bf16 or fp16 -> ids (T,K) int32, gate weights (T,K) fp32, the logits of
-    the chosen (T,K) fp32, and with `segments` (of T / segments tokens each) what the losses sum.
+) -> tuple[Tensor, Tensor, Tensor | None, Sums | None]:
+    """logits (T,E) fp32, bf16 or fp16 -> ids (T,K) int32, gate weights (T,K) fp32, where the
+    backward will read them the logits of the chosen (T,K) fp32, and with `segments` (of T /
+    segments tokens each) what the losses sum.
 
     padding_mask (T,) uint8, 1 = padding. given (T,K) int32, all valid: weigh these instead.
     """
     tokens, num_experts = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
-    weights, chosen = (
-        torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device) for _ in range(2)
-    )
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+    ratios_suffice = scoring_func == "softmax" and renormalize and segments is None
+    chosen = None if ratios_suffice else torch.empty_like(weights)
     sums, grid, length = None, (tokens, 1), tokens
     if segments is not None:
         length = tokens // max(segments, 1)
@@ -280,7 +281,8 @@ def _select_row(
     out = row * K + lane
     tl.store(ids_out + out, tl.where(live, ids, -1), mask=picked)
     tl.store(weights_out + out, tl.where(live, weight * scale, 0.0), mask=picked)
-    tl.store(chosen_out + out, x, mask=picked)
+    if chosen_out is not None:
+        tl.store(chosen_out + out, x, mask=picked)
     return xs, top, total, live
 
 

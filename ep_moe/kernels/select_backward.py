@@ -18,7 +18,7 @@ def select_backward(
     padding_mask: Tensor | None,
     ids: Tensor,
     weights: Tensor,
-    chosen: Tensor,
+    chosen: Tensor | None,
     *,
     num_experts: int,
     dtype: torch.dtype,
@@ -98,7 +98,9 @@ def _select_backward(
     all_pull = tl.sum(pull)
     if RENORMALIZE:
         pull -= share * all_pull
-    x = tl.load(chosen_in + of_row, mask=chosen, other=0.0)
+    x = tl.zeros([CHOICES], tl.float32)
+    if chosen_in is not None:
+        x = tl.load(chosen_in + of_row, mask=chosen, other=0.0)
     pull *= log_score_slope(x, SCORING)
     dense = tl.zeros([EXPERTS], tl.float32)
     if DENSE or UNIFORM:

@@ -26,7 +26,7 @@ class Selected(NamedTuple):
     gate_weights  (T,K) fp32 (fp64 for fp64 logits) of all ids, 0 at padding.
     p_sum, z_sum  (segments,E), (segments,): sums over the tokens of a segment of their
                   `dense_probabilities` and of logsumexp(logits)^2; None unless asked for.
-    chosen_logits (T,K) fp32 for the kernel's backward; None where the reference ran.
+    chosen_logits (T,K) fp32, where the kernel's backward reads them.
     """
 
     ids: Tensor
@@ -100,7 +100,7 @@ def select_backward(
         p_sum         dx_e = p_e (dP_e - sum_f p_f dP_f) (log s)'(x_e)
         z_sum         dx_e = 2 logsumexp(x) dZ softmax(x)_e
     """
-    if selected.chosen_logits is None:
+    if not served_by_kernel(d_weights):
         assert logits is not None
         with torch.enable_grad():
             leaf = logits.detach().requires_grad_()
@@ -131,7 +131,7 @@ def select_backward(
 
 
 def served_by_kernel(logits: Tensor) -> bool:
-    """Whether `select` launches its kernel for them."""
+    """Whether there are kernels for such logits, and for such gradients of gate weights."""
     return logits.is_cuda and logits.dtype != torch.float64
 
 

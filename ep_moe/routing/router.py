@@ -98,16 +98,15 @@ class Router(nn.Module):
         n = balance.count_tokens(choice.wanted, config.num_experts)
         self._count(n)
         aux = z = logits.new_zeros((), dtype=routing.gate_weights.dtype)
-        if config.aux_loss_coef:
+        if config.aux_loss_coef and p_sum is not None:
             scope = {
                 "micro_batch": self._micro_batch,
                 "sequence": self._sequence,
                 "global": self._global,
             }
             aux = scope[config.aux_loss_scope](p_sum, choice.wanted, n)
-        if config.z_loss_coef:
-            real = choice.wanted[:, 0] >= 0
-            z = z_sum.sum() / real.sum().clamp_min(1)
+        if config.z_loss_coef and z_sum is not None:
+            z = z_sum.sum() / (choice.wanted[:, 0] >= 0).sum().clamp_min(1)
         dropped = n.sum() - choice.kept.sum()
         losses = aux * config.aux_loss_coef, z * config.z_loss_coef
         return routing, RoutingStats(n, dropped, *losses)

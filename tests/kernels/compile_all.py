@@ -35,7 +35,6 @@ def variants() -> Iterator[tuple[str, JITFunction, dict[str, str], dict[str, Any
         "logits": "*fp32",
         "ids_out": "*i32",
         "weights_out": "*fp32",
-        "chosen_out": "*fp32",
         "stride": "i32",
         "tokens": "i32",
         "scale": "fp32",
@@ -45,21 +44,20 @@ def variants() -> Iterator[tuple[str, JITFunction, dict[str, str], dict[str, Any
         "logits": "*fp32",
         "ids_in": "*i32",
         "weights_in": "*fp32",
-        "chosen_in": "*fp32",
         "d_logits": "*fp32",
         "stride": "i32",
         "tokens": "i32",
         "inverse_scale": "fp32",
     }
-    sums = {"p_out": "*fp32", "z_out": "*fp32"}
-    d_sums = {"d_p_sum": "*fp32", "d_z_sum": "*fp32"}
+    sums = {"p_out": "*fp32", "z_out": "*fp32", "chosen_out": "*fp32"}
+    d_sums = {"d_p_sum": "*fp32", "d_z_sum": "*fp32", "chosen_in": "*fp32"}
     mask, bias = {"padding_mask": "*u8"}, {"expert_bias": "*fp32"}
     softmax = {"SCORING": "softmax", "RENORMALIZE": True, "UNIFORM": False}
     grouped = softmax | {"E": 256, "K": 8, "GROUPS": 8, "KEPT": 4, "TOP2": False, "LANES": 32}
     v3 = grouped | {"SCORING": "sigmoid", "TOP2": True}
     plain = grouped | {"GROUPS": 1, "KEPT": 1}
     yield "grouped", select._select_forward, forward, grouped, 1
-    yield "DeepSeek-V3", select._select_forward, forward | bias, v3, 1
+    yield "DeepSeek-V3", select._select_forward, forward | bias | {"chosen_out": "*fp32"}, v3, 1
     yield "DeepSeek-V3, sums", select._select_forward, forward | bias | sums, v3, 1
     yield "plain bf16", select._select_forward, forward | mask | {"logits": "*bf16"}, plain, 1
     given = forward | mask | {"given": "*i32"}
@@ -69,20 +67,19 @@ def variants() -> Iterator[tuple[str, JITFunction, dict[str, str], dict[str, Any
     sizes = {"E": 256, "K": 8, "EXPERTS": 256, "CHOICES": 8}
     yield "renormalised", select_backward._select_backward, backward, softmax | sizes, 1
     full = softmax | sizes | {"RENORMALIZE": False}
-    yield "softmax", select_backward._select_backward, backward, full, 1
+    yield "softmax", select_backward._select_backward, backward | {"chosen_in": "*fp32"}, full, 1
     sigmoid = softmax | sizes | {"SCORING": "sigmoid", "UNIFORM": True}
     yield "sigmoid, sums", select_backward._select_backward, backward | d_sums | mask, sigmoid, 1
     for experts in (8, 256):
         bins = {"E": experts, "BINS": 2 * max(experts, 16), "BLOCK": pack.BLOCK}
-        types = {"ids": "*i32", "counts": "*i32", "slots": "i32"}
+        types = {"ids": "*i32", "counts": "*i32", "slots": "i32", "blocks": "i32"}
         yield f"E = {experts}", pack._count, types, bins, 4
-        columns = {"E": experts, "SCANNED": pack.SCANNED, "COLUMNS": pack.COLUMNS}
-        types = {"counts": "*i32", "totals": "*i32", "blocks": "i32"}
-        yield f"E = {experts}", pack._sum_blocks, types, columns, 4
-        place = {"E": experts, "K": 8, "EXPERTS": experts, "BLOCK": pack.BLOCK, "PAIRS": pack.PAIRS}
+        place = {"E": experts, "K": 8, "EXPERTS": experts, "BLOCK": pack.BLOCK}
         pointers = "ids before totals arrived_of_packed choice_of_packed packed_of_arrived offsets"
-        types = dict.fromkeys(pointers.split(), "*i32") | {"slots": "i32"}
-        yield f"E = {experts}", pack._place, types, place, 8
+        types = dict.fromkeys(pointers.split(), "*i32") | {"slots": "i32", "blocks": "i32"}
+        yield f"E = {experts}", pack._place, types, place, 4
+    types = {"counts": "*i32", "totals": "*i32", "blocks": "i32"}
+    yield "", pack._sum_blocks, types, {"SCANNED": pack.SCANNED}, 4
 
 
 def main(name: str) -> None:

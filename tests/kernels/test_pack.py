@@ -46,5 +46,5 @@ def test_no_rows(device):
 
 def test_counts(device):
     ids = random_local_ids(600, 4, 33, absent=0.2)
-    counted = kernel.count(ids.to(device), 33).sum(0).cpu()
+    counted = kernel.count(ids.to(device), 33).sum(1).cpu()
     assert counted.tolist() == torch.bincount(ids[ids >= 0].long(), minlength=33).tolist()
