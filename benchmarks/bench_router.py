@@ -122,7 +122,7 @@ class Bench:
                     config=config,
                 )
                 return found.gate_weights, d_logits
-            if losses:
+            if found.p_sum is not None and found.z_sum is not None:
                 return found.gate_weights, found.ids, found.p_sum[0], found.z_sum[0]
             if scope == "pack":
                 return found.gate_weights, found.ids, *_packed(found.ids, experts)

@@ -92,15 +92,15 @@ def _select_backward(
     of_row = row * K + choice
     ids = tl.load(ids_in + of_row, mask=choice < K, other=-1)
     chosen = ids >= 0
-    pull = tl.load(weights_in + of_row, mask=chosen, other=0.0)
+    pull = tl.load(weights_in + of_row, mask=choice < K, other=0.0)
     share = pull * inverse_scale
-    pull *= tl.load(d_weights + of_row, mask=chosen, other=0.0)
+    pull *= tl.load(d_weights + of_row, mask=choice < K, other=0.0)
     all_pull = tl.sum(pull)
     if RENORMALIZE:
         pull -= share * all_pull
     x = tl.zeros([CHOICES], tl.float32)
     if chosen_in is not None:
-        x = tl.load(chosen_in + of_row, mask=chosen, other=0.0)
+        x = tl.load(chosen_in + of_row, mask=choice < K, other=0.0)
     pull *= log_score_slope(x, SCORING)
     dense = tl.zeros([EXPERTS], tl.float32)
     if DENSE or UNIFORM:

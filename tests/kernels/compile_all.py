@@ -71,15 +71,16 @@ def variants() -> Iterator[tuple[str, JITFunction, dict[str, str], dict[str, Any
     sigmoid = softmax | sizes | {"SCORING": "sigmoid", "UNIFORM": True}
     yield "sigmoid, sums", select_backward._select_backward, backward | d_sums | mask, sigmoid, 1
     for experts in (8, 256):
-        bins = {"E": experts, "BINS": 2 * max(experts, 16), "BLOCK": pack.BLOCK}
-        types = {"ids": "*i32", "counts": "*i32", "slots": "i32", "blocks": "i32"}
+        bins = {"E": experts, "BINS": max(experts, 32), "BLOCK": pack.BLOCK}
+        types = {"ids": "*i32", "counts": "*i32", "slots": "i32"}
         yield f"E = {experts}", pack._count, types, bins, 4
+        columns = {"E": experts, "SCANNED": pack.SCANNED, "COLUMNS": pack.COLUMNS}
+        types = {"counts": "*i32", "totals": "*i32", "blocks": "i32"}
+        yield f"E = {experts}", pack._sum_blocks, types, columns, 4
         place = {"E": experts, "K": 8, "EXPERTS": experts, "BLOCK": pack.BLOCK}
         pointers = "ids before totals arrived_of_packed choice_of_packed packed_of_arrived offsets"
-        types = dict.fromkeys(pointers.split(), "*i32") | {"slots": "i32", "blocks": "i32"}
+        types = dict.fromkeys(pointers.split(), "*i32") | {"slots": "i32"}
         yield f"E = {experts}", pack._place, types, place, 4
-    types = {"counts": "*i32", "totals": "*i32", "blocks": "i32"}
-    yield "", pack._sum_blocks, types, {"SCANNED": pack.SCANNED}, 4
 
 
 def main(name: str) -> None:

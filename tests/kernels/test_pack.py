@@ -12,6 +12,7 @@ CASES = [
     (5, 2, 3, 0.4),
     (7, 3, 60, 0.9),
     (300, 8, 16, 0.0),  # several blocks
+    (8200, 8, 9, 0.1),  # more than are scanned at a time
     (1030, 2, 257, 0.3),
     (64, 8, 8, 1.0),  # none lives here
 ]
@@ -46,5 +47,5 @@ def test_no_rows(device):
 
 def test_counts(device):
     ids = random_local_ids(600, 4, 33, absent=0.2)
-    counted = kernel.count(ids.to(device), 33).sum(1).cpu()
+    counted = kernel.count(ids.to(device), 33).sum(0).cpu()
     assert counted.tolist() == torch.bincount(ids[ids >= 0].long(), minlength=33).tolist()
