@@ -61,6 +61,7 @@ class RouterBench:
         rest_ms: idle time before each window
         rounds: windows of each length for each implementation
         results: folder where the records are appended
+        peers: those to run beside ours
         seed: of the logits
     """
 
@@ -74,11 +75,13 @@ class RouterBench:
     rest_ms: float = 50.0
     rounds: int = 5
     results: str = "benchmarks/results"
+    peers: tuple[str, ...] = tuple(PEERS)
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if unknown := sorted(set(self.variants) - set(VARIANTS)):
-            raise ep_moe.ConfigError("variants", unknown, f"among {sorted(VARIANTS)}")
+        for name, known in {"variants": VARIANTS, "peers": PEERS}.items():
+            if unknown := sorted(set(getattr(self, name)) - set(known)):
+                raise ep_moe.ConfigError(name, unknown, f"among {sorted(known)}")
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ class Bench:
             return weights, ids, *sums
 
         calls = {report.OURS: ours}
-        calls |= {name: partial(peer, make_peer(config, bias)) for name, make_peer in PEERS.items()}
+        calls |= {name: partial(peer, PEERS[name](config, bias)) for name in self.config.peers}
         self.record({"variant": variant, "scope": scope, "tokens": tokens}, calls, (experts,))
 
     def time_logits(self, tokens: int) -> None:

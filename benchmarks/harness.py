@@ -177,20 +177,24 @@ def capture(runner: Runner, *, process: Process) -> Runner:
 
     They share one memory pool: replays never overlap and nothing reads their outputs.
     """
-    calls, calls_per_graph = runner.calls, math.ceil(_GRAPH_MS / runner.call_ms)
-    stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+    calls, pool, stream = runner.calls, torch.cuda.graph_pool_handle(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # what a stream allocates once must not fall into the capture
         _run(calls, 0, len(calls))
     torch.cuda.current_stream().wait_stream(stream)
-    replays = []
-    for first in range(0, len(calls), calls_per_graph):
+
+    def graph_of(first: int, count: int) -> Call:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream):
-            _run(calls, first, calls_per_graph)
-        replays.append(graph.replay)
+            _run(calls, first, count)
+        graph.replay()  # the first replay uploads the graph
+        return graph.replay
+
+    few = min(len(calls), 100)
+    call_ms = _time(graph_of(0, few), process, event_clock) / few
+    calls_per_graph = math.ceil(_GRAPH_MS / call_ms)
+    replays = [graph_of(first, calls_per_graph) for first in range(0, len(calls), calls_per_graph)]
     every_graph = partial(_run, replays, 0, len(replays))
-    every_graph()  # the first replay uploads the graph
     call_ms = _time(every_graph, process, event_clock) / (len(replays) * calls_per_graph)
     return Runner(replays, calls_per_graph, runner.first_call_ms, call_ms, calls)
 

@@ -31,7 +31,9 @@ from ep_moe.kernels.scores import (
 )
 
 LEAST = tl.constexpr(-(2**31))
+INF = tl.constexpr(float("inf"))
 MINUS_INF = tl.constexpr(float("-inf"))
+NAN = tl.constexpr(float("nan"))
 
 WARP = 32
 PROGRAMS_PER_SM = 24  # of a launch that sums over tokens: each leaves a partial sum
@@ -221,7 +223,7 @@ def _select_row(
     level = not live  # all logits count as 0
     if UNIFORM:
         top, _ = softmax_parts(xs)
-        level = level | ~(tl.abs(top) < float("inf"))
+        level = level | ~(tl.abs(top) < INF)
     if UNIFORM or padding_mask is not None:
         zeroed = ()
         for c in tl.static_range(GROUPS * J):
@@ -259,7 +261,7 @@ def _select_row(
                 kept_experts = kept_experts + (kept[c // J] * (E // GROUPS) + c % J * LANES + lane,)
             keys = kept_keys
             experts = kept_experts
-        ids, key = _pick(keys, experts, lane, K)
+        ids, key, best_key = _pick(keys, experts, lane, K)
         if SCORE_KEY:
             x = tl.load(logits + row * stride + ids, mask=picked, other=0.0).to(tl.float32)
             x = tl.where(level, 0.0, x)
@@ -273,9 +275,15 @@ def _select_row(
     x = tl.where(picked, x, MINUS_INF)
     if RENORMALIZE:
         log_weight = log_score(x, SCORING)
-        best = from_key(tl.max(order_key(log_weight)))
+        if SCORE_KEY or given is not None:
+            best = from_key(tl.max(order_key(log_weight)))
+        else:
+            best = log_score(from_key(best_key), SCORING)
         weight = tl.where(picked, exp(log_weight - best), 0.0)
-        weight = weight / tl.sum(weight)
+        # All are in [0,1] and one is 1: in fixed point their sum is one instruction.
+        ONE: tl.constexpr = 2**30 // triton.next_power_of_2(K)
+        weight = weight * (ONE / tl.sum((weight * ONE).to(tl.int32)).to(tl.float32))
+        weight = tl.where(tl.abs(best) < INF, weight, NAN)
     else:
         weight = score(x, top, total, SCORING)
     out = row * K + lane
@@ -368,13 +376,16 @@ def _sort_in_lanes(keys, experts):
 
 @triton.jit
 def _pick(keys, experts, lane, K: tl.constexpr):
-    """The K best by (key descending, id ascending): id and key of the k-th in lane k."""
+    """The K best by (key descending, id ascending): id and key of the k-th in lane k, and the first
+    key."""
     keys, experts = _sort_in_lanes(keys, experts)
     ids = tl.zeros_like(lane)
     chosen = tl.zeros_like(lane)
     for k in tl.static_range(K):
         best = tl.max(keys[0])
         expert = tl.min(tl.where(keys[0] == best, experts[0], GREATEST))
+        if k == 0:
+            best_key = best
         ids = tl.where(lane == k, expert, ids)
         chosen = tl.where(lane == k, best, chosen)
         won = experts[0] == expert
@@ -385,4 +396,4 @@ def _pick(keys, experts, lane, K: tl.constexpr):
             new_experts = new_experts + (tl.where(won, experts[i], experts[i - 1]),)
         keys = new_keys + (tl.where(won, LEAST, keys[len(keys) - 1]),)
         experts = new_experts + (experts[len(experts) - 1],)
-    return ids, chosen
+    return ids, chosen, best_key
