@@ -8,6 +8,9 @@ The keys are int32 that order like the floats (`ops.select.order_key`); LEAST is
 To pick, every lane sorts what it has of the kept groups; a pick is then the greatest head of a
 lane, of equals the one with the lowest id.
 
+Multiplications and additions are not fused, or a score would round differently where a bias is
+added to it, and a weight where a mask is given.
+
 Measured (benchmarks/NOTES.md): two or four tokens a program lose a quarter at large T and half at
 small; persistent programs lose, too.
 """
@@ -33,7 +36,6 @@ from ep_moe.kernels.scores import (
 LEAST = tl.constexpr(-(2**31))
 INF = tl.constexpr(float("inf"))
 MINUS_INF = tl.constexpr(float("-inf"))
-NAN = tl.constexpr(float("nan"))
 
 WARP = 32
 PROGRAMS_PER_SM = 24  # of a launch that sums over tokens: each leaves a partial sum
@@ -108,6 +110,7 @@ def select_forward(
             UNIFORM=uniform,
             LANES=max(WARP, *map(triton.next_power_of_2, (top_k, groups))),
             num_warps=1,
+            enable_fp_fusion=False,
         )
     return ids, weights, chosen, sums
 
@@ -283,7 +286,7 @@ def _select_row(
         # All are in [0,1] and one is 1: in fixed point their sum is one instruction.
         ONE: tl.constexpr = 2**30 // triton.next_power_of_2(K)
         weight = weight * (ONE / tl.sum((weight * ONE).to(tl.int32)).to(tl.float32))
-        weight = tl.where(tl.abs(best) < INF, weight, NAN)
+        weight = tl.where(tl.abs(best) < INF, weight, float("nan"))
     else:
         weight = score(x, top, total, SCORING)
     out = row * K + lane

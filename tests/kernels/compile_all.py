@@ -92,8 +92,9 @@ def main(name: str) -> None:
             for i, arg in enumerate(kernel.arg_names)
             if types.get(arg, "").startswith("*")
         }
+        options = {"num_warps": warps, "enable_fp_fusion": kernel is not select._select_forward}
         source = ASTSource(kernel, signature=signature, constexprs=fixed, attrs=aligned)
-        built = triton.compile(source, target=TARGETS[name], options={"num_warps": warps})
+        built = triton.compile(source, target=TARGETS[name], options=options)
         found = resources(built.asm["cubin"]) if "cubin" in built.asm else {}
         print(json.dumps({"kernel": kernel.__name__, "variant": variant, **found}), flush=True)
 
