@@ -213,7 +213,8 @@ def _select_row(
     is no padding."""
     J: tl.constexpr = (E // GROUPS + LANES - 1) // LANES
     SCORE_KEY: tl.constexpr = TOP2 or expert_bias is not None
-    DENSE: tl.constexpr = SUMS or (SCORING == "softmax" and (SCORE_KEY or not RENORMALIZE))
+    BY_LOGIT: tl.constexpr = given is None and not SCORE_KEY
+    DENSE: tl.constexpr = SUMS or (SCORING == "softmax" and not (BY_LOGIT and RENORMALIZE))
     lane = tl.arange(0, LANES)
     live = True
     if padding_mask is not None:
@@ -278,14 +279,16 @@ def _select_row(
     x = tl.where(picked, x, MINUS_INF)
     if RENORMALIZE:
         log_weight = log_score(x, SCORING)
-        if SCORE_KEY or given is not None:
-            best = from_key(tl.max(order_key(log_weight)))
-        else:
+        if BY_LOGIT:
             best = log_score(from_key(best_key), SCORING)
+        else:
+            best = from_key(tl.max(order_key(log_weight)))
         weight = tl.where(picked, exp(log_weight - best), 0.0)
         # All are in [0,1] and one is 1: in fixed point their sum is one instruction.
         ONE: tl.constexpr = 2**30 // triton.next_power_of_2(K)
         weight = weight * (ONE / tl.sum((weight * ONE).to(tl.int32)).to(tl.float32))
+        if SCORING == "softmax" and not BY_LOGIT:
+            best = top  # a row without a softmax has no weights, whatever was chosen
         weight = tl.where(tl.abs(best) < INF, weight, float("nan"))
     else:
         weight = score(x, top, total, SCORING)

@@ -201,28 +201,46 @@ def test_a_given_choice_is_weighed(scoring_func, renormalize, dtype, device):
     assert (got.gate_weights - expected.gate_weights).abs().max() <= 1e-6
 
 
+@pytest.mark.parametrize("key", ["logit", "score + bias", "top-2 sum", "given"])
 @pytest.mark.parametrize("scoring_func, renormalize", SCORINGS)
-def test_rows_without_a_softmax(scoring_func, renormalize, device):
+def test_rows_without_a_softmax(scoring_func, renormalize, key, device):
     """NaN weights where the reference has them; under `uniform` as if all logits were equal, and no
     gradient."""
     logits = torch.randn(4, 12)
     logits[0, 3], logits[1, 5], logits[2] = NAN, INF, -INF
     config = config_of((12, 3, 2, 4), scoring_func=scoring_func, renormalize=renormalize)
-    ours = select_experts(logits.to(device), config).gate_weights.cpu()
-    wide = select_experts(logits.double(), config).gate_weights
-    assert torch.equal(ours.isnan(), wide.isnan())
-    ours, wide = (w.nan_to_num(posinf=9.0) for w in (ours, wide))
-    assert (ours - wide).abs().max() <= 1e-6
+    if key == "top-2 sum":
+        config = replace(config, group_score="top2_sum")
+    bias = torch.zeros(12) if key == "score + bias" else None
+    ids = torch.tensor([[4, 5, 6, 7]] * 4, dtype=torch.int32) if key == "given" else None
+
+    def found(logits, config, device="cpu"):
+        options = {"expert_bias": bias, "given": ids}
+        on_device = {k: None if v is None else v.to(device) for k, v in options.items()}
+        return ops.select(logits, config, **on_device)
+
+    got, wide = found(logits.to(device), config, device), found(logits.double(), config)
+    assert got.ids.tolist() == wide.ids.tolist()
+    assert torch.equal(got.gate_weights.isnan().cpu(), wide.gate_weights.isnan())
+    a, b = (w.gate_weights.cpu().nan_to_num(posinf=9.0) for w in (got, wide))
+    assert (a - b).abs().max() <= 1e-6
 
     uniform = replace(config, nan_policy="uniform")
-    leaf = logits.to(device).requires_grad_()
-    routing = select_experts(leaf, uniform)
-    wide = select_experts(logits.double(), uniform)
-    assert routing.ids.tolist() == wide.ids.tolist()
-    assert (routing.gate_weights.cpu() - wide.gate_weights).abs().max() <= 1e-6
-    routing.gate_weights.square().sum().backward()
-    assert (leaf.grad[:3] == 0).all()
-    assert leaf.grad.isfinite().all()
+    got, wide = found(logits.to(device), uniform, device), found(logits.double(), uniform)
+    assert got.ids.tolist() == wide.ids.tolist()
+    assert (got.gate_weights.cpu() - wide.gate_weights).abs().max() <= 1e-6
+    d_logits = ops.select_backward(
+        torch.ones_like(got.gate_weights),
+        None,
+        None,
+        selected=got,
+        logits=logits.to(device),
+        num_experts=12,
+        dtype=torch.float32,
+        config=uniform,
+    )
+    assert (d_logits[:3] == 0).all()
+    assert d_logits.isfinite().all()
 
 
 @pytest.mark.parametrize("tokens, segments", [(0, None), (0, 1), (0, 0)])
