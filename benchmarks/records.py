@@ -132,8 +132,10 @@ def _versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit measured, `-dirty` with changes outside the results; EP_MOE_COMMIT where the code
-    has left its repository."""
+    """The commit measured, `-dirty` with changes outside the results; EP_MOE_COMMIT, where it is
+    set, for a copy that has left its repository."""
+    if given := os.environ.get("EP_MOE_COMMIT"):
+        return given
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *words]
@@ -143,5 +145,5 @@ def _commit() -> str:
         head = git("rev-parse", "HEAD")
         changes = git("status", "--porcelain", "--", ":/", ":(top,exclude)benchmarks/results")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("EP_MOE_COMMIT", "unknown")
+        return "unknown"
     return f"{head}-dirty" if changes else head

@@ -33,6 +33,7 @@ from ep_moe.errors import DispatchTimeout, PeerLost
 PATIENCE = 3.0  # seconds for a wait to fail by itself once a peer is gone; NCCL's do not
 ANSWER = 3.0  # seconds for a peer to say where it is
 CONNECT = 5.0  # seconds for a connection to stand
+NEWS = 2.0  # seconds for the news of a death to arrive behind an error that it caused elsewhere
 
 KILLED = "closed its connections without a word: it was killed, or its host is gone"
 ENDED = "ended without an error, so it made fewer calls than this rank"
@@ -139,6 +140,8 @@ class Net(threading.Thread):
 
     def leave(self, error: BaseException | None = None) -> None:
         """Say goodbye and hang up; `error` is what ends this process, if one does."""
+        if isinstance(error, RuntimeError) and self._word is None:  # as those of other waits are
+            self.await_failure(NEWS)
         if error is None:
             self.tell(Departure("ended", self.rank, ENDED))
         elif self.failure is not None and self._word is None:  # in a wait of another library

@@ -54,9 +54,10 @@ def test_a_line_that_is_no_record_is_named(tmp_path):
         read_records(path)
 
 
-def test_the_commit_can_be_given_where_there_is_no_repository(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))  # no git
+def test_the_commit_can_be_given_for_a_copy_of_the_repository(tmp_path, monkeypatch):
     monkeypatch.setenv("EP_MOE_COMMIT", "abc")
     assert recorder(tmp_path).commit == "abc"
     monkeypatch.delenv("EP_MOE_COMMIT")
+    assert recorder(tmp_path).commit != "abc"
+    monkeypatch.setenv("PATH", str(tmp_path))  # no git
     assert recorder(tmp_path).commit == "unknown"
