@@ -95,6 +95,12 @@ class Choice(NamedTuple):
     ids: Tensor
     kept: Tensor
 
+    @property
+    def may_drop(self) -> bool:
+        """Whether anything but selection alone, which drops nothing, may have decided. Not data: a
+        recomputation, which gets this very choice back, must build the same graph."""
+        return self.ids is not self.wanted
+
 
 class Selection(NamedTuple):
     """choice, and differentiable in the logits: the gate weights in `routing`, and p_sum and z_sum
@@ -143,12 +149,11 @@ def select(
         return Choice(wanted.int(), ids.int(), kept)
 
     choice = decide(choose)
-    free = selected is not None
     if selected is None:
         selected = ops.select(logits.detach(), config, given=choice.ids, **options)
+    ids = selected.ids
     weights, p_sum, z_sum = _Select.apply(logits, selected, config, padding_mask)
-    ids = choice.ids
-    if not free:
+    if choice.may_drop:
         if config.renormalize_after_drop:
             weights = _spread(ops.sanitize(logits, config, padding_mask), choice, weights, config)
         weights, ids = weights.masked_fill(~choice.kept, 0.0), ids.masked_fill(~choice.kept, -1)
