@@ -7,6 +7,7 @@ import torch
 
 from ep_moe import SelectionConfig, select_experts
 from ep_moe.routing import dense_probabilities
+from ep_moe.routing.selection import select
 from ep_moe.testing import assert_close
 from tests.helpers import DTYPES, leaf
 
@@ -53,12 +54,53 @@ def test_weights_and_gradients(scoring_func, renormalize, dtype, routed_scaling_
     assert_close(logits.grad, exact.grad, name="d_logits")
 
 
-@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("segments", [None, 1, 2])
+@RENORMALIZE
+@pytest.mark.parametrize("scoring_func", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_gradients_equal_finite_differences(scoring_func, renormalize, segments, masked):
+    """Those of the weights, and with segments those of what the balance losses sum."""
+    config = from_config(
+        top_k=3, scoring_func=scoring_func, renormalize=renormalize, routed_scaling_factor=2.5
+    )
+    logits = torch.randn(4, 7, dtype=torch.float64)
+    logits[0, :4] -= 40.0  # where a softplus is an exponential
+    mask = torch.arange(4) == 2 if masked else None
+
+    def outputs(leaf):
+        found = select(leaf, config, padding_mask=mask, segments=segments)
+        sums = () if segments is None else (found.p_sum, found.z_sum)
+        return found.routing.gate_weights, *sums
+
+    assert torch.autograd.gradcheck(outputs, logits.requires_grad_())
+
+
 @SCORING
-def test_gradients_equal_finite_differences(scoring_func, renormalize):
-    config = from_config(top_k=3, scoring_func=scoring_func, renormalize=renormalize)
-    logits = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda z: select_experts(z, config).gate_weights, logits)
+def test_a_scale_of_zero(scoring_func):
+    config = from_config(scoring_func=scoring_func, routed_scaling_factor=0.0)
+    logits = torch.randn(4, 7, requires_grad=True)
+    weights = select_experts(logits, config).gate_weights
+    weights.sum().backward()
+    assert (weights == 0).all()
+    assert (logits.grad == 0).all()
+
+
+@pytest.mark.parametrize("changed", ["gate_weights", "ids"])
+def test_what_the_backward_needs_is_not_changed_unnoticed(changed):
+    routing = select_experts(torch.randn(4, 7, requires_grad=True), from_config())
+    loss = (routing.gate_weights * 2).sum()
+    with torch.no_grad():
+        getattr(routing, changed).zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_the_dtype_of_the_selection_bias_changes_nothing(device):
+    """The key is an fp32 score, where these two tie."""
+    bias = torch.tensor([1.0, 1.0 + 1e-9, 0.0], dtype=torch.float64, device=device)
+    config = from_config(top_k=1, scoring_func="sigmoid")
+    routing = select_experts(torch.zeros(1, 3, device=device), config, expert_bias=bias)
+    assert routing.ids.tolist() == [[0]]
 
 
 @RENORMALIZE
