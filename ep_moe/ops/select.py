@@ -294,7 +294,7 @@ def _select_backward_ref(
     logits = sanitize(logits, config, padding_mask)
     scoring, chosen = SCORING[config.scoring_func], selected.ids.long().clamp_min(0)
     slope, weights = scoring.slope(logits), selected.gate_weights
-    pull = (weights * d_weights).masked_fill(selected.ids < 0, 0.0)
+    pull = weights * d_weights
     all_pull = pull.sum(dim=1, keepdim=True)
     if config.renormalize and config.routed_scaling_factor:
         pull = pull - weights / config.routed_scaling_factor * all_pull

@@ -128,11 +128,13 @@ def test_a_loss_without_coefficient_is_zero(coefficients):
 
 
 @pytest.mark.parametrize("garbage", [0.0, math.nan, math.inf])
+@pytest.mark.parametrize("nan_policy", ["propagate", "uniform"])
 @pytest.mark.parametrize("scoring_func", ["softmax", "sigmoid"])
-def test_padding_counts_nowhere(scoring_func, garbage):
+def test_padding_counts_nowhere(scoring_func, nan_policy, garbage):
     """Stats and gradients of a padded batch are those of its real tokens alone."""
-    changes = {"scoring_func": scoring_func, "aux_loss_coef": 0.1, "z_loss_coef": 0.1}
-    router = random_router(**changes)
+    router = random_router(
+        scoring_func=scoring_func, nan_policy=nan_policy, aux_loss_coef=0.1, z_loss_coef=0.1
+    )
     clean, mask = torch.randn(12, 8, dtype=torch.float64), torch.arange(12) >= 7
     padded = clean.masked_fill(mask[:, None], garbage).requires_grad_()
     alone = clean[~mask].requires_grad_()
