@@ -37,7 +37,7 @@ LEAST = tl.constexpr(-(2**31))
 INF = tl.constexpr(float("inf"))
 MINUS_INF = tl.constexpr(float("-inf"))
 
-WARP = 32
+WARP = tl.constexpr(32)
 PROGRAMS_PER_SM = 24  # of a launch that sums over tokens: each leaves a partial sum
 
 
@@ -108,7 +108,7 @@ def select_forward(
             SCORING=scoring_func,
             RENORMALIZE=renormalize,
             UNIFORM=uniform,
-            LANES=max(WARP, *map(triton.next_power_of_2, (top_k, groups))),
+            LANES=max(WARP.value, *map(triton.next_power_of_2, (top_k, groups))),
             num_warps=1,
             enable_fp_fusion=False,
         )
@@ -287,9 +287,12 @@ def _select_row(
         else:
             best = from_key(tl.max(order_key(log_weight)))
         weight = tl.where(picked, exp(log_weight - best), 0.0)
-        # All are in [0,1] and one is 1: in fixed point their sum is one instruction.
-        ONE: tl.constexpr = 2**30 // triton.next_power_of_2(K)
-        weight = weight * (ONE / tl.sum((weight * ONE).to(tl.int32)).to(tl.float32))
+        if K <= WARP:
+            # All are in [0,1] and one is 1: in fixed point their sum is one instruction.
+            ONE: tl.constexpr = 2**30 // triton.next_power_of_2(K)
+            weight = weight * (ONE / tl.sum((weight * ONE).to(tl.int32)).to(tl.float32))
+        else:  # where fixed point is coarser than fp32
+            weight = weight / tl.sum(weight)
         if SCORING == "softmax" and not BY_LOGIT:
             best = top  # a row without a softmax has no weights, whatever was chosen
         weight = tl.where(tl.abs(best) < INF, weight, float("nan"))

@@ -63,9 +63,9 @@ def select_experts(
 
     The key is the logit, as long as it orders like the score: without a bias and with group_score
     max. Otherwise it is the fp32 score (+ bias). ids of real tokens are valid, distinct and
-    inside the kept groups whatever the input. Rows with NaN or nothing but -inf, and with softmax
-    also +inf, have NaN weights; with nan_policy uniform all these and +inf are treated as all-equal
-    logits.
+    inside the kept groups whatever the input. With softmax, rows with NaN, +inf or nothing but -inf
+    have NaN weights, and NaN gradients; of other scores, those weights that have no value. With
+    nan_policy uniform all such rows are treated as all-equal logits, without a gradient.
     """
     if logits.ndim != 2:
         raise InputError("logits", f"of shape {tuple(logits.shape)}", "(tokens, num_experts)")

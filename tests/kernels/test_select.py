@@ -303,6 +303,14 @@ def test_losses_of_a_router(scope, device):
     assert_close(found[0], found[1], name="d_logits")
 
 
+def test_weights_of_many_choices(device):
+    config = config_of((128, 1, 1, 128))
+    logits, ids = torch.randn(2, 128) * 3, torch.arange(128, dtype=torch.int32).expand(2, -1)
+    got = ops.select(logits.to(device), config, given=ids.to(device))
+    expected = logits.double().softmax(1)
+    assert_close(got.gate_weights.cpu(), expected, name="weights", tolerance=1e-6)
+
+
 def test_given_ids_of_nowhere(device):
     """A record may say -1 where no mask is: such a token weighs nothing and has no gradient."""
     config = config_of((8, 1, 1, 2), renormalize=False)

@@ -129,15 +129,16 @@ def test_invariants(scoring_func, renormalize, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("level", [-20.0, -88.0, -104.0, -120.0, -1000.0])
-def test_underflowing_sigmoids_keep_their_ratio(level, dtype, device):
-    """Far below zero a sigmoid is an exponential, so the shares are a softmax, not 0/0."""
+@pytest.mark.parametrize("scoring_func, power", [("sigmoid", 1.0), ("sqrtsoftplus", 0.5)])
+def test_underflowing_scores_keep_their_ratio(scoring_func, power, level, dtype, device):
+    """Far below zero a score is a power of an exponential: the shares are a softmax, not 0/0."""
     logits = torch.tensor([[level, level - 1, level - 2, level - 500]], device=device).to(dtype)
     logits.requires_grad_()
     ids, weights = vars(
-        select_experts(logits, from_config(top_k=3, scoring_func="sigmoid"))
+        select_experts(logits, from_config(top_k=3, scoring_func=scoring_func))
     ).values()
     exact = leaf(logits)
-    expected = exact.gather(1, ids.long()).softmax(1)
+    expected = (exact.gather(1, ids.long()) * power).softmax(1)
     assert_close(weights, expected, name="weights")
     d_weights = torch.tensor([[1.0, -2.0, 3.0]], device=device)
     weights.backward(d_weights)
@@ -218,13 +219,15 @@ def with_finite_neighbours(broken, device):
 def test_rows_without_a_softmax_are_nan_and_alone(broken, changes, biased, device):
     config = from_config(num_expert_group=2, topk_group=2, **changes)
     bias = torch.zeros(4, device=device) if biased else None
-    logits = with_finite_neighbours(broken, device)
+    logits = with_finite_neighbours(broken, device).requires_grad_()
     routing = select_experts(logits, config, expert_bias=bias)
     assert len(set(routing.ids[1].tolist())) == 2
     assert routing.gate_weights[1].isnan().all()
     alone = select_experts(logits[[0, 2]], config, expert_bias=bias)
     assert torch.equal(routing.ids[[0, 2]], alone.ids)
     assert torch.equal(routing.gate_weights[[0, 2]], alone.gate_weights)
+    routing.gate_weights.sum().backward()
+    assert logits.grad.isnan().any(dim=1).tolist() == [False, True, False]
 
 
 @KEYS
