@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -41,8 +41,40 @@ class ParameterCount(NamedTuple):
     activated: int
 
 
+@dataclass(frozen=True)
+class _Typed:
+    """Reads what its fields may hold from their annotations, when a class is made and not when a
+    config is: `grouped_topk` makes one in code that torch.compile traces, which reads no
+    annotations."""
+
+    _choices: ClassVar[dict[str, tuple[Any, ...]]]  # values that are accepted
+    _types: ClassVar[dict[str, tuple[tuple[type, ...], str]]]  # types that are, and their name
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._choices, cls._types = {}, {}
+        for name, hint in get_type_hints(cls).items():
+            if get_origin(hint) is Literal:
+                cls._choices[name] = get_args(hint)
+            elif get_origin(hint) is not ClassVar:
+                accepted = get_args(hint) or (hint,)  # `int | None` -> (int, NoneType)
+                accepted = (*accepted, int) if float in accepted else accepted
+                cls._types[name] = accepted, getattr(hint, "__name__", str(hint))
+
+    def _check_types(self) -> None:
+        """A config may come from YAML, where 1e-3 is a string and yes is a bool."""
+        for name, choices in self._choices.items():
+            value, rule = getattr(self, name), "one of " + ", ".join(map(repr, choices))
+            _require(value in choices, name, value, rule)
+        for name, (accepted, spelt) in self._types.items():
+            value = getattr(self, name)
+            matches = isinstance(value, accepted)
+            matches = matches and (bool in accepted or not isinstance(value, bool))
+            _require(matches, name, value, f"of type {spelt}")
+
+
 @dataclass(frozen=True, kw_only=True)
-class SelectionConfig:
+class SelectionConfig(_Typed):
     """How logits become ids and gate weights.
 
     Args:
@@ -78,7 +110,7 @@ class SelectionConfig:
     renormalize_after_drop: bool = False
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        self._check_types()
         _require(self.top_k >= 1, "top_k", self.top_k, "at least 1")
         _require(
             self.num_expert_group >= 1, "num_expert_group", self.num_expert_group, "at least 1"
@@ -374,23 +406,3 @@ def _warn(message: str) -> None:
 
 def _finite(value: float) -> bool:
     return math.isfinite(value)
-
-
-def _check_types(config: Any) -> None:
-    """Hold every field against its annotation: a config may come from YAML, where 1e-3 is a string
-    and yes is a bool."""
-    for name, hint in get_type_hints(type(config)).items():
-        value = getattr(config, name)
-        if get_origin(hint) is Literal:
-            _require(
-                value in get_args(hint),
-                name,
-                value,
-                "one of " + ", ".join(map(repr, get_args(hint))),
-            )
-            continue
-        accepted = get_args(hint) or (hint,)  # `int | None` -> (int, NoneType)
-        if float in accepted:
-            accepted = (*accepted, int)
-        matches = isinstance(value, accepted) and (bool in accepted or not isinstance(value, bool))
-        _require(matches, name, value, f"of type {getattr(hint, '__name__', hint)}")

@@ -68,6 +68,20 @@ def test_a_run_takes_the_experts_of_another(changes):
     assert (layer.router.weight.grad != 0).any()
 
 
+@pytest.mark.parametrize("changes", CAPACITIES)
+def test_padding_goes_nowhere_whatever_the_record_says(changes):
+    layer, x = two_layers(**changes)[0], INPUTS["random"][0]
+    record = recorded([layer], x)
+    mask = torch.arange(len(x)) % 3 == 1
+    with ep_moe.replay_routing(record):
+        routing, _ = layer.router(x, mask)
+    assert (routing.ids[mask] == -1).all()
+    assert (routing.gate_weights[mask] == 0).all()
+    with ep_moe.replay_routing(record):
+        alike, _ = layer.router(x, None)
+    assert torch.equal(routing.ids[~mask], alike.ids[~mask])
+
+
 def rank_replays(rank, changes, record, tokens):
     """Learns from its share of a record that one process made, with weights of its own."""
     layers = other_weights(two_layers(dist.group.WORLD, **changes))

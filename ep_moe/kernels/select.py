@@ -37,7 +37,7 @@ LEAST = tl.constexpr(-(2**31))
 INF = tl.constexpr(float("inf"))
 MINUS_INF = tl.constexpr(float("-inf"))
 
-WARP = 32
+WARP = tl.constexpr(32)
 PROGRAMS_PER_SM = 24  # of a launch that sums over tokens: each leaves a partial sum
 
 
@@ -68,7 +68,7 @@ def select_forward(
     backward will read them the logits of the chosen (T,K) fp32, and with `segments` (of T /
     segments tokens each) what the losses sum.
 
-    padding_mask (T,) uint8, 1 = padding. given (T,K) int32, all valid: weigh these instead.
+    padding_mask (T,) uint8, 1 = padding. given (T,K) int32: weigh these instead; -1 = nowhere.
     """
     tokens, num_experts = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -76,7 +76,7 @@ def select_forward(
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     ratios_suffice = scoring_func == "softmax" and renormalize and segments is None
     chosen = None if ratios_suffice else torch.empty_like(weights)
-    sums, grid, length = None, (tokens, 1), tokens
+    sums, grid, length = None, (tokens,), tokens
     if segments is not None:
         length = tokens // max(segments, 1)
         wanted = triton.cdiv(PROGRAMS_PER_SM * _num_sms(logits.device), max(segments, 1))
@@ -85,7 +85,7 @@ def select_forward(
             torch.empty(segments, programs, num_experts, dtype=torch.float32, device=logits.device),
             torch.empty(segments, programs, dtype=torch.float32, device=logits.device),
         )
-        grid = (programs, segments)
+        grid = (segments, programs)  # the second is at most 65,535
     if 0 not in grid:
         _select_forward[grid](
             logits,
@@ -108,7 +108,7 @@ def select_forward(
             SCORING=scoring_func,
             RENORMALIZE=renormalize,
             UNIFORM=uniform,
-            LANES=max(WARP, *map(triton.next_power_of_2, (top_k, groups))),
+            LANES=max(WARP.value, *map(triton.next_power_of_2, (top_k, groups))),
             num_warps=1,
             enable_fp_fusion=False,
         )
@@ -145,11 +145,11 @@ def _select_forward(
     UNIFORM: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Grid (tokens, 1); or with sums (programs, segments), each segment of `tokens` rows."""
-    program, segment = tl.program_id(0), tl.program_id(1)
+    """Grid (tokens,); or with sums (segments, programs), each segment of `tokens` rows."""
+    index = tl.program_id(0).to(tl.int64)  # of the token, or of the segment
     if p_out is None:
         _ = _select_row(
-            program.to(tl.int64), logits, expert_bias, padding_mask, given, ids_out, weights_out,
+            index, logits, expert_bias, padding_mask, given, ids_out, weights_out,
             chosen_out, stride, scale, E, K, GROUPS, KEPT, TOP2, SCORING, RENORMALIZE, UNIFORM,
             False, LANES,
         )  # fmt: skip
@@ -160,8 +160,8 @@ def _select_forward(
         for _ in tl.static_range(chunks):
             p_sum = p_sum + (tl.zeros([LANES], tl.float32),)
         z_sum = 0.0
-        for i in range(program, tokens, tl.num_programs(0)):
-            row = segment.to(tl.int64) * tokens + i
+        for i in range(tl.program_id(1), tokens, tl.num_programs(1)):
+            row = index * tokens + i
             xs, top, total, live = _select_row(
                 row, logits, expert_bias, padding_mask, given, ids_out, weights_out, chosen_out,
                 stride, scale, E, K, GROUPS, KEPT, TOP2, SCORING, RENORMALIZE, UNIFORM, True, LANES,
@@ -179,7 +179,7 @@ def _select_forward(
                 p = exp(xs[c] - top) / total
                 new_sum = new_sum + (p_sum[c] + tl.where(live, p, 0.0),)
             p_sum = new_sum
-        out = segment * tl.num_programs(0) + program
+        out = index * tl.num_programs(1) + tl.program_id(1)
         for c in tl.static_range(chunks):
             first, count = _chunk(c, E, GROUPS, LANES)
             tl.store(p_out + out * E + first + lane, p_sum[c], mask=lane < count)
@@ -240,6 +240,7 @@ def _select_row(
         top, total = softmax_parts(xs)
 
     picked = lane < K
+    somewhere = picked
     if given is None:
         keys = ()
         experts = ()
@@ -273,6 +274,8 @@ def _select_row(
             x = from_key(key)
     else:
         ids = tl.load(given + row * K + lane, mask=picked, other=0)
+        somewhere = ids >= 0
+        ids = tl.maximum(ids, 0)
         x = tl.load(logits + row * stride + ids, mask=picked, other=0.0).to(tl.float32)
         x = tl.where(level, 0.0, x)
 
@@ -284,17 +287,21 @@ def _select_row(
         else:
             best = from_key(tl.max(order_key(log_weight)))
         weight = tl.where(picked, exp(log_weight - best), 0.0)
-        # All are in [0,1] and one is 1: in fixed point their sum is one instruction.
-        ONE: tl.constexpr = 2**30 // triton.next_power_of_2(K)
-        weight = weight * (ONE / tl.sum((weight * ONE).to(tl.int32)).to(tl.float32))
+        if K <= WARP:
+            # All are in [0,1] and one is 1: in fixed point their sum is one instruction.
+            ONE: tl.constexpr = 2**30 // triton.next_power_of_2(K)
+            weight = weight * (ONE / tl.sum((weight * ONE).to(tl.int32)).to(tl.float32))
+        else:  # where fixed point is coarser than fp32
+            weight = weight / tl.sum(weight)
         if SCORING == "softmax" and not BY_LOGIT:
             best = top  # a row without a softmax has no weights, whatever was chosen
         weight = tl.where(tl.abs(best) < INF, weight, float("nan"))
     else:
         weight = score(x, top, total, SCORING)
+    somewhere = somewhere & live
     out = row * K + lane
-    tl.store(ids_out + out, tl.where(live, ids, -1), mask=picked)
-    tl.store(weights_out + out, tl.where(live, weight * scale, 0.0), mask=picked)
+    tl.store(ids_out + out, tl.where(somewhere, ids, -1), mask=picked)
+    tl.store(weights_out + out, tl.where(somewhere, weight * scale, 0.0), mask=picked)
     if chosen_out is not None:
         tl.store(chosen_out + out, x, mask=picked)
     return xs, top, total, live

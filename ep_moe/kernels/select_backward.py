@@ -37,8 +37,8 @@ def select_backward(
     if tokens:
         _select_backward[(tokens,)](
             d_weights.contiguous(),
-            d_p_sum,
-            d_z_sum,
+            None if d_p_sum is None else d_p_sum.contiguous(),
+            None if d_z_sum is None else d_z_sum.contiguous(),
             logits,
             padding_mask,
             ids,

@@ -2,8 +2,9 @@
 
 Near-equal logits decide where a token goes; a bf16 result would tie in a third of all rows. So TF32
 and its like, which torch may be told to use for fp32 products, are not for this one. bf16 and fp16
-tokens are multiplied as they are on the tensor cores of a GPU, which add in fp32; so are their
-gradients, each fp32 number as the sum of two of bf16. x is kept for the backward as it came.
+tokens are multiplied as they are on the tensor cores of a GPU, which add in fp32; so are the
+gradients of bf16 ones, each fp32 number as the sum of two of bf16. x is kept for the backward as it
+came.
 """
 
 from typing import NamedTuple

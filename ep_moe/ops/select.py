@@ -48,12 +48,13 @@ def select(
     """Score the groups, keep topk_group of them, take top_k of their experts, weigh, renormalise,
     scale.  logits (T,E), expert_bias (E,), padding_mask (T,) bool -> Selected
 
-    given (T,K) int32: weigh these instead; -1 at padding. segments: sum over each of so many equal
+    given (T,K) int32: weigh these instead; -1 = nowhere. segments: sum over each of so many equal
     runs of tokens. Capacities are not looked at.
     """
     if not served_by_kernel(logits):
-        ids = rank(logits, config, expert_bias, padding_mask)[:, : config.top_k].int()
-        ids = ids if given is None else given
+        ids = given
+        if ids is None:
+            ids = rank(logits, config, expert_bias, padding_mask)[:, : config.top_k].int()
         if padding_mask is not None:
             ids = ids.masked_fill(padding_mask[:, None], -1)
         return Selected(ids, *_follow(logits, ids, config, padding_mask, segments), None)
@@ -61,9 +62,9 @@ def select(
 
     ids, weights, chosen_logits, sums = select_forward(
         logits,
-        expert_bias=None if expert_bias is None else expert_bias.float(),
+        expert_bias=None if expert_bias is None else expert_bias.float().contiguous(),
         padding_mask=_as_bytes(padding_mask),
-        given=None if given is None else given.clamp_min(0).contiguous(),
+        given=None if given is None else given.contiguous(),
         top_k=config.top_k,
         groups=config.num_expert_group,
         kept_groups=config.topk_group,
@@ -102,14 +103,8 @@ def select_backward(
     """
     if not served_by_kernel(d_weights):
         assert logits is not None
-        with torch.enable_grad():
-            leaf = logits.detach().requires_grad_()
-            segments = None if d_p_sum is None else len(d_p_sum)
-            outputs = _follow(leaf, selected.ids, config, padding_mask, segments)
         grads = (d_weights, d_p_sum, d_z_sum)
-        used = [(out, d) for out, d in zip(outputs, grads, strict=True) if out is not None]
-        outs, ds = zip(*used, strict=True)
-        return torch.autograd.grad(outs, leaf, ds)[0]
+        return _select_backward_ref(*grads, selected, logits, config, padding_mask).to(dtype)
     from ep_moe.kernels.select_backward import select_backward as kernel
 
     return kernel(
@@ -159,7 +154,7 @@ def rank(
     if expert_bias is not None or config.group_score == "top2_sum":
         scores = SCORING[config.scoring_func].score(logits)
         if expert_bias is not None:
-            scores = scores + expert_bias
+            scores = scores + expert_bias.to(scores.dtype)  # fp32 where the kernel's are
     key = order_key(scores)
     if groups > 1:
         key_TGP = key.view(tokens, groups, in_group)
@@ -179,12 +174,18 @@ def sanitize(logits: Tensor, config: SelectionConfig, padding_mask: Tensor | Non
     """fp32 (fp64) logits in which padding, and under nan_policy uniform the rows without a softmax,
     are all zero."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    dropped = padding_mask
-    if config.nan_policy == "uniform":
-        top = logits.detach().amax(dim=1)  # NaN if any is NaN
-        broken = ~top.isfinite()
-        dropped = broken if dropped is None else dropped | broken
-    return logits if dropped is None else logits.masked_fill(dropped[:, None], 0.0)
+    level = _level_rows(logits, config, padding_mask)
+    return logits if level is None else logits.masked_fill(level[:, None], 0.0)
+
+
+def _level_rows(
+    logits: Tensor, config: SelectionConfig, padding_mask: Tensor | None
+) -> Tensor | None:
+    """(T,) bool: rows whose logits all count as 0. None = no row does."""
+    if config.nan_policy != "uniform":
+        return padding_mask
+    broken = ~logits.detach().amax(dim=1).isfinite()  # NaN if any is NaN
+    return broken if padding_mask is None else broken | padding_mask
 
 
 def dense_probabilities(logits: Tensor, config: SelectionConfig) -> Tensor:
@@ -193,24 +194,37 @@ def dense_probabilities(logits: Tensor, config: SelectionConfig) -> Tensor:
 
 
 class Scoring(NamedTuple):
-    """score: (T,E) logits -> (T,E); log_score: its logarithm, up to a constant per row."""
+    """score: (T,E) logits -> (T,E); log_score: its logarithm, up to a constant per row; slope: the
+    derivative of log_score."""
 
     score: Callable[[Tensor], Tensor]
     log_score: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor], Tensor]
 
 
 def _log_sqrtsoftplus(logits: Tensor) -> Tensor:
     """log(softplus(x)) / 2, where softplus underflows: x / 2"""
-    # softplus(x) = exp(x) (1 - exp(x) / 2 + ...): exp(x) alone, once that is below the rounding
-    low = logits < math.log(torch.finfo(logits.dtype).eps)
+    low = _softplus_is_exp(logits)
     log_softplus = softplus(logits.masked_fill(low, 0.0)).log()
     return torch.where(low, logits, log_softplus) / 2
 
 
+def _sqrtsoftplus_slope(logits: Tensor) -> Tensor:
+    slope = sigmoid(logits) / softplus(logits)
+    return torch.where(_softplus_is_exp(logits), 1.0, slope) / 2
+
+
+def _softplus_is_exp(logits: Tensor) -> Tensor:
+    """softplus(x) = exp(x) (1 - exp(x) / 2 + ...): exp(x) alone, once that is below the rounding"""
+    return logits < math.log(torch.finfo(logits.dtype).eps)
+
+
 SCORING = {
-    "softmax": Scoring(softmax, lambda logits: logits),
-    "sigmoid": Scoring(sigmoid, F.logsigmoid),
-    "sqrtsoftplus": Scoring(lambda logits: _log_sqrtsoftplus(logits).exp(), _log_sqrtsoftplus),
+    "softmax": Scoring(softmax, lambda logits: logits, torch.ones_like),
+    "sigmoid": Scoring(sigmoid, F.logsigmoid, lambda logits: sigmoid(-logits)),
+    "sqrtsoftplus": Scoring(
+        lambda logits: _log_sqrtsoftplus(logits).exp(), _log_sqrtsoftplus, _sqrtsoftplus_slope
+    ),
 }
 
 
@@ -241,7 +255,7 @@ def _follow(
     padding_mask: Tensor | None,
     segments: int | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """gate_weights, p_sum and z_sum of a choice; differentiable in the logits by autograd.
+    """gate_weights, p_sum and z_sum of a choice.
 
     Renormalising is a softmax of the chosen log-scores: it needs no other logit, and a sum of
     underflowing sigmoids is not 0/0.
@@ -254,7 +268,7 @@ def _follow(
         weights = scoring.score(logits).gather(1, chosen)
     if config.scoring_func == "softmax":
         # A row without a softmax has no weights, whatever was chosen.
-        broken = ~logits.detach().amax(dim=1, keepdim=True).isfinite()
+        broken = ~logits.amax(dim=1, keepdim=True).isfinite()
         weights = weights.masked_fill(broken, torch.nan)
     weights = (weights * config.routed_scaling_factor).masked_fill(ids < 0, 0.0)
     if segments is None:
@@ -264,6 +278,38 @@ def _follow(
         p, z = p.masked_fill(padding_mask[:, None], 0.0), z.masked_fill(padding_mask, 0.0)
     length = len(logits) // max(segments, 1)
     return weights, p.view(segments, length, p.shape[1]).sum(1), z.view(segments, length).sum(1)
+
+
+def _select_backward_ref(
+    d_weights: Tensor,
+    d_p_sum: Tensor | None,
+    d_z_sum: Tensor | None,
+    selected: Selected,
+    logits: Tensor,
+    config: SelectionConfig,
+    padding_mask: Tensor | None,
+) -> Tensor:
+    """The formulas of `select_backward`, with pull = w g."""
+    level = _level_rows(logits, config, padding_mask)
+    logits = sanitize(logits, config, padding_mask)
+    scoring, chosen = SCORING[config.scoring_func], selected.ids.long().clamp_min(0)
+    slope, weights = scoring.slope(logits), selected.gate_weights
+    pull = weights * d_weights
+    all_pull = pull.sum(dim=1, keepdim=True)
+    if config.renormalize and config.routed_scaling_factor:
+        pull = pull - weights / config.routed_scaling_factor * all_pull
+    # An id of -1 adds its 0 to expert 0.
+    d_logits = torch.zeros_like(logits).scatter_add(1, chosen, pull * slope.gather(1, chosen))
+    if config.scoring_func == "softmax" and not config.renormalize:
+        d_logits = d_logits - scoring.score(logits) * all_pull
+    if d_p_sum is not None and d_z_sum is not None:
+        length = len(logits) // max(len(d_p_sum), 1)
+        d_p = d_p_sum.repeat_interleave(length, dim=0)
+        d_z = d_z_sum.repeat_interleave(length)[:, None]
+        p = dense_probabilities(logits, config)
+        d_logits = d_logits + slope * p * (d_p - (p * d_p).sum(dim=1, keepdim=True))
+        d_logits = d_logits + 2 * d_z * logits.logsumexp(dim=1, keepdim=True) * softmax(logits)
+    return d_logits if level is None else d_logits.masked_fill(level[:, None], 0.0)
 
 
 def _descending(key: Tensor) -> Tensor:

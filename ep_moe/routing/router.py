@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from ep_moe import ops
 from ep_moe.config import MoEConfig
+from ep_moe.errors import InputError
 from ep_moe.replay import in_backward, once, recorded
 from ep_moe.routing import balance
 from ep_moe.routing.forced import ForcedRouting
@@ -85,6 +86,9 @@ class Router(nn.Module):
         config = self.config
         shape = (len(logits), config.top_k)
         length = max(len(logits) if sequence_length is None else sequence_length, 1)
+        if len(logits) % length:
+            rule = f"a divisor of the number of tokens, which is {len(logits)}"
+            raise InputError("sequence_length", sequence_length, rule)
         segments = len(logits) // length if config.aux_loss_scope == "sequence" else 1
         choice, routing, p_sum, z_sum = select(
             logits,

@@ -63,9 +63,9 @@ def select_experts(
 
     The key is the logit, as long as it orders like the score: without a bias and with group_score
     max. Otherwise it is the fp32 score (+ bias). ids of real tokens are valid, distinct and
-    inside the kept groups whatever the input. Rows with NaN or nothing but -inf, and with softmax
-    also +inf, have NaN weights; with nan_policy uniform all these and +inf are treated as all-equal
-    logits.
+    inside the kept groups whatever the input. With softmax, rows with NaN, +inf or nothing but -inf
+    have NaN weights, and NaN gradients; of other scores, those weights that have no value. With
+    nan_policy uniform all such rows are treated as all-equal logits, without a gradient.
     """
     if logits.ndim != 2:
         raise InputError("logits", f"of shape {tuple(logits.shape)}", "(tokens, num_experts)")
@@ -94,6 +94,12 @@ class Choice(NamedTuple):
     wanted: Tensor
     ids: Tensor
     kept: Tensor
+
+    @property
+    def may_drop(self) -> bool:
+        """Whether anything but selection alone, which drops nothing, may have decided. Not data: a
+        recomputation, which gets this very choice back, must build the same graph."""
+        return self.ids is not self.wanted
 
 
 class Selection(NamedTuple):
@@ -143,12 +149,11 @@ def select(
         return Choice(wanted.int(), ids.int(), kept)
 
     choice = decide(choose)
-    free = selected is not None
     if selected is None:
         selected = ops.select(logits.detach(), config, given=choice.ids, **options)
+    ids = selected.ids
     weights, p_sum, z_sum = _Select.apply(logits, selected, config, padding_mask)
-    ids = choice.ids
-    if not free:
+    if choice.may_drop:
         if config.renormalize_after_drop:
             weights = _spread(ops.sanitize(logits, config, padding_mask), choice, weights, config)
         weights, ids = weights.masked_fill(~choice.kept, 0.0), ids.masked_fill(~choice.kept, -1)

@@ -11,9 +11,12 @@ import triton.language as tl
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from ep_moe import SelectionConfig, ops, oracle, select_experts
+from ep_moe import SelectionConfig, ops, oracle, select_experts, total_aux
 from ep_moe.kernels import scores
 from ep_moe.kernels import select as kernel
+from ep_moe.routing import Router
+from ep_moe.testing import assert_close
+from tests.helpers import small_config
 
 INF, NAN = math.inf, math.nan
 SPECIAL = [NAN, INF, -INF, 0.0, -0.0, 1.0, -1.0, 5e-45, -5e-45, 1e-40, 3.0, 3.015625, 3e38, -3e38]
@@ -27,7 +30,7 @@ SHAPES = [
     (8, 8, 3, 3),
     (60, 1, 1, 4),
     (64, 8, 4, 8),
-    (64, 64, 40, 33),
+    (68, 34, 20, 33),
     (96, 3, 2, 6),
     (160, 8, 3, 6),
     (257, 1, 1, 8),
@@ -47,21 +50,18 @@ def chosen(keys, config):
     return [oracle.choose(row, config) for row in keys.tolist()]
 
 
-def rows_of(kind, tokens, experts):
-    return {
-        "random": lambda: torch.randn(tokens, experts),
-        "equal": lambda: torch.full((tokens, experts), 0.25),
-        "many ties": lambda: torch.randint(-2, 3, (tokens, experts)).float(),
-        "special": lambda: torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), (tokens, experts))],
-        "huge": lambda: torch.randn(tokens, experts) * 1e38,
-    }[kind]()
-
-
-@pytest.mark.parametrize("kind", ["random", "equal", "many ties", "special", "huge"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_ids(shape, kind, device):
-    config = config_of(shape)
-    logits = rows_of(kind, 3, shape[0])
+def test_ids(shape, device):
+    """Random, equal, many ties, special values, huge ones."""
+    config, experts = config_of(shape), shape[0]
+    rows = [
+        torch.randn(2, experts),
+        torch.full((1, experts), 0.25),
+        torch.randint(-2, 3, (2, experts)).float(),
+        torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), (3, experts))],
+        torch.randn(1, experts) * 1e38,
+    ]
+    logits = torch.cat(rows)
     assert select_experts(logits.to(device), config).ids.tolist() == chosen(logits, config)
 
 
@@ -133,31 +133,34 @@ def test_ids_of_the_same_scores(scoring_func, group_score, device):
 
 
 def reference(logits, config, ids, mask, segments, grads):
-    """float64: gate weights, sums, and the gradient of the logits, by autograd."""
-    leaf = logits.double().requires_grad_()
-    found = ops.select(leaf.detach(), config, given=ids, padding_mask=mask, segments=segments)
+    """float64: gate weights, sums, and the gradient of the logits."""
+    logits = logits.double()
+    found = ops.select(logits, config, given=ids, padding_mask=mask, segments=segments)
     d_logits = ops.select_backward(
         *grads,
         selected=found,
-        logits=leaf,
-        num_experts=leaf.shape[1],
-        dtype=leaf.dtype,
+        logits=logits,
+        num_experts=logits.shape[1],
+        dtype=logits.dtype,
         config=config,
         padding_mask=mask,
     )
     return found.gate_weights, found.p_sum, found.z_sum, d_logits
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["all tokens", "padding"])
 @pytest.mark.parametrize("segments", [None, 1, 3])
 @pytest.mark.parametrize("scoring_func, renormalize", SCORINGS)
-@pytest.mark.parametrize("shape", [(24, 4, 2, 3), (257, 1, 1, 8)], ids=str)
+@pytest.mark.parametrize(
+    "shape, masked", [((24, 4, 2, 3), False), ((70, 1, 1, 5), True)], ids=["groups", "padding"]
+)
 def test_weights_sums_and_gradients(shape, scoring_func, renormalize, segments, masked, device):
     config = config_of(
         shape, scoring_func=scoring_func, renormalize=renormalize, routed_scaling_factor=2.5
     )
     experts, top_k, tokens = shape[0], shape[3], 6
     logits = (torch.randn(tokens, experts) * 3).to(device)
+    if segments is None:
+        logits[0] -= 100.0  # where exp(x) is below what fp32 holds
     mask = torch.arange(tokens, device=device) % 3 == 1 if masked else None
     grads = [torch.randn(tokens, top_k), None, None]
     if segments:
@@ -190,15 +193,17 @@ def test_weights_sums_and_gradients(shape, scoring_func, renormalize, segments, 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scoring_func, renormalize", SCORINGS)
 def test_a_given_choice_is_weighed(scoring_func, renormalize, dtype, device):
+    """Low logits too, where 1 + exp(x) has lost what log_score is made of."""
     config = config_of((20, 1, 1, 3), scoring_func=scoring_func, renormalize=renormalize)
-    logits = torch.randn(4, 20).to(device, dtype)
+    logits = torch.randn(4, 20) * 4 - torch.tensor([[8.0], [100.0], [8.0], [8.0]])
+    logits = logits.to(device, dtype)
     ids = torch.rand(4, 20).argsort(1)[:, :3].int().to(device)
     ids[2] = -1
     mask = (ids[:, 0] < 0).to(device)
     got = ops.select(logits, config, given=ids, padding_mask=mask)
     expected = ops.select(logits.double(), config, given=ids, padding_mask=mask)
     assert torch.equal(got.ids, ids)
-    assert (got.gate_weights - expected.gate_weights).abs().max() <= 1e-6
+    assert_close(got.gate_weights, expected.gate_weights, name="weights", tolerance=1e-6)
 
 
 @pytest.mark.parametrize("key", ["logit", "score + bias", "top-2 sum", "given"])
@@ -241,6 +246,80 @@ def test_rows_without_a_softmax(scoring_func, renormalize, key, device):
     )
     assert (d_logits[:3] == 0).all()
     assert d_logits.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_memory_that_is_not_contiguous(dtype, device):
+    """Logits, selection bias, mask, given ids and gradients, each a view with NaNs between."""
+
+    def spread(value):
+        wide = torch.full((*value.shape, 2), math.nan).to(value.dtype)
+        wide[..., 0] = value
+        return wide.to(device)[..., 0]
+
+    config = config_of((20, 4, 2, 3), scoring_func="sigmoid")
+    tensors = {
+        "logits": torch.randn(6, 20).to(dtype),
+        "expert_bias": torch.randn(20).double(),
+        "padding_mask": torch.arange(6) == 4,
+        "given": None,
+    }
+    grads = torch.randn(6, 3), torch.randn(2, 20), torch.randn(2)
+
+    def results(place):
+        on_device = {k: None if v is None else place(v) for k, v in tensors.items()}
+        logits, mask = on_device.pop("logits"), on_device["padding_mask"]
+        got = ops.select(logits, config, segments=2, **on_device)
+        d_logits = ops.select_backward(
+            *map(place, grads),
+            selected=got,
+            logits=logits,
+            num_experts=20,
+            dtype=dtype,
+            config=config,
+            padding_mask=mask,
+        )
+        return *got, d_logits
+
+    for given_ids in (None, torch.rand(6, 20).argsort(1)[:, :3].int()):
+        tensors["given"] = given_ids
+        together = results(lambda value: value.to(device))
+        for got, expected in zip(results(spread), together, strict=True):
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("scope", ["micro_batch", "sequence", "global"])
+def test_losses_of_a_router(scope, device):
+    """Their gradients come as autograd makes them: that of a sum is one number, expanded."""
+    changes = {"aux_loss_coef": 0.1, "z_loss_coef": 0.1, "aux_loss_scope": scope}
+    router = Router(small_config(**changes)).to(device)
+    logits = torch.randn(12, 8).to(device)
+    found = []
+    for value in (logits, logits.double()):
+        leaf = value.clone().requires_grad_()
+        _, stats = router.route(leaf, None, sequence_length=4)
+        total_aux([stats]).backward()
+        found.append(leaf.grad)
+    assert_close(found[0], found[1], name="d_logits")
+
+
+def test_weights_of_many_choices(device):
+    config = config_of((128, 1, 1, 128))
+    logits, ids = torch.randn(2, 128) * 3, torch.arange(128, dtype=torch.int32).expand(2, -1)
+    got = ops.select(logits.to(device), config, given=ids.to(device))
+    expected = logits.double().softmax(1)
+    assert_close(got.gate_weights.cpu(), expected, name="weights", tolerance=1e-6)
+
+
+def test_given_ids_of_nowhere(device):
+    """A record may say -1 where no mask is: such a token weighs nothing and has no gradient."""
+    config = config_of((8, 1, 1, 2), renormalize=False)
+    logits = torch.randn(2, 8).to(device)
+    ids = torch.tensor([[3, 5], [-1, -1]], dtype=torch.int32, device=device)
+    got = ops.select(logits, config, given=ids)
+    assert torch.equal(got.ids, ids)
+    assert_close(got.gate_weights[0], logits.softmax(1)[0, [3, 5]], name="weights")
+    assert got.gate_weights[1].tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("tokens, segments", [(0, None), (0, 1), (0, 0)])

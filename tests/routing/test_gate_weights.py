@@ -7,6 +7,7 @@ import torch
 
 from ep_moe import SelectionConfig, select_experts
 from ep_moe.routing import dense_probabilities
+from ep_moe.routing.selection import select
 from ep_moe.testing import assert_close
 from tests.helpers import DTYPES, leaf
 
@@ -53,12 +54,53 @@ def test_weights_and_gradients(scoring_func, renormalize, dtype, routed_scaling_
     assert_close(logits.grad, exact.grad, name="d_logits")
 
 
-@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("segments", [None, 1, 2])
+@RENORMALIZE
+@pytest.mark.parametrize("scoring_func", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_gradients_equal_finite_differences(scoring_func, renormalize, segments, masked):
+    """Those of the weights, and with segments those of what the balance losses sum."""
+    config = from_config(
+        top_k=3, scoring_func=scoring_func, renormalize=renormalize, routed_scaling_factor=2.5
+    )
+    logits = torch.randn(4, 7, dtype=torch.float64)
+    logits[0, :4] -= 40.0  # where a softplus is an exponential
+    mask = torch.arange(4) == 2 if masked else None
+
+    def outputs(leaf):
+        found = select(leaf, config, padding_mask=mask, segments=segments)
+        sums = () if segments is None else (found.p_sum, found.z_sum)
+        return found.routing.gate_weights, *sums
+
+    assert torch.autograd.gradcheck(outputs, logits.requires_grad_())
+
+
 @SCORING
-def test_gradients_equal_finite_differences(scoring_func, renormalize):
-    config = from_config(top_k=3, scoring_func=scoring_func, renormalize=renormalize)
-    logits = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda z: select_experts(z, config).gate_weights, logits)
+def test_a_scale_of_zero(scoring_func):
+    config = from_config(scoring_func=scoring_func, routed_scaling_factor=0.0)
+    logits = torch.randn(4, 7, requires_grad=True)
+    weights = select_experts(logits, config).gate_weights
+    weights.sum().backward()
+    assert (weights == 0).all()
+    assert (logits.grad == 0).all()
+
+
+@pytest.mark.parametrize("changed", ["gate_weights", "ids"])
+def test_what_the_backward_needs_is_not_changed_unnoticed(changed):
+    routing = select_experts(torch.randn(4, 7, requires_grad=True), from_config())
+    loss = (routing.gate_weights * 2).sum()
+    with torch.no_grad():
+        getattr(routing, changed).zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_the_dtype_of_the_selection_bias_changes_nothing(device):
+    """The key is an fp32 score, where these two tie."""
+    bias = torch.tensor([1.0, 1.0 + 1e-9, 0.0], dtype=torch.float64, device=device)
+    config = from_config(top_k=1, scoring_func="sigmoid")
+    routing = select_experts(torch.zeros(1, 3, device=device), config, expert_bias=bias)
+    assert routing.ids.tolist() == [[0]]
 
 
 @RENORMALIZE
@@ -87,15 +129,16 @@ def test_invariants(scoring_func, renormalize, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("level", [-20.0, -88.0, -104.0, -120.0, -1000.0])
-def test_underflowing_sigmoids_keep_their_ratio(level, dtype, device):
-    """Far below zero a sigmoid is an exponential, so the shares are a softmax, not 0/0."""
+@pytest.mark.parametrize("scoring_func, power", [("sigmoid", 1.0), ("sqrtsoftplus", 0.5)])
+def test_underflowing_scores_keep_their_ratio(scoring_func, power, level, dtype, device):
+    """Far below zero a score is a power of an exponential: the shares are a softmax, not 0/0."""
     logits = torch.tensor([[level, level - 1, level - 2, level - 500]], device=device).to(dtype)
     logits.requires_grad_()
     ids, weights = vars(
-        select_experts(logits, from_config(top_k=3, scoring_func="sigmoid"))
+        select_experts(logits, from_config(top_k=3, scoring_func=scoring_func))
     ).values()
     exact = leaf(logits)
-    expected = exact.gather(1, ids.long()).softmax(1)
+    expected = (exact.gather(1, ids.long()) * power).softmax(1)
     assert_close(weights, expected, name="weights")
     d_weights = torch.tensor([[1.0, -2.0, 3.0]], device=device)
     weights.backward(d_weights)
@@ -176,13 +219,15 @@ def with_finite_neighbours(broken, device):
 def test_rows_without_a_softmax_are_nan_and_alone(broken, changes, biased, device):
     config = from_config(num_expert_group=2, topk_group=2, **changes)
     bias = torch.zeros(4, device=device) if biased else None
-    logits = with_finite_neighbours(broken, device)
+    logits = with_finite_neighbours(broken, device).requires_grad_()
     routing = select_experts(logits, config, expert_bias=bias)
     assert len(set(routing.ids[1].tolist())) == 2
     assert routing.gate_weights[1].isnan().all()
     alone = select_experts(logits[[0, 2]], config, expert_bias=bias)
     assert torch.equal(routing.ids[[0, 2]], alone.ids)
     assert torch.equal(routing.gate_weights[[0, 2]], alone.gate_weights)
+    routing.gate_weights.sum().backward()
+    assert logits.grad.isnan().any(dim=1).tolist() == [False, True, False]
 
 
 @KEYS

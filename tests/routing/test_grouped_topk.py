@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from ep_moe import ConfigError, InputError, SelectionConfig, grouped_topk, oracle
+from ep_moe import ConfigError, InputError, SelectionConfig, grouped_topk, oracle, select_experts
 from ep_moe.testing import assert_close
 
 
@@ -36,6 +36,31 @@ def test_seed_shape_and_dtypes(device):
     assert ids.tolist() == [oracle.choose(row, config) for row in logits.tolist()]
     assert_close(weights.sum(1), torch.ones(83, device=device), name="sum of the weights")
     assert (weights.diff(dim=1) <= 0).all()
+
+
+DEEPSEEK_V3 = SelectionConfig(
+    top_k=8, num_expert_group=8, topk_group=4, scoring_func="sigmoid", group_score="top2_sum"
+)
+
+
+def as_deepseek_v3(logits):
+    routing = select_experts(logits, DEEPSEEK_V3)
+    return routing.gate_weights, routing.ids
+
+
+@pytest.mark.parametrize("select", [lambda logits: grouped_topk(logits, logits), as_deepseek_v3])
+def test_it_compiles_whole(select):
+    """Without a graph break, the backward too."""
+    compiled = torch.compile(select, fullgraph=True, backend="aot_eager")
+    found = []
+    for function in (select, compiled):
+        torch.manual_seed(1)
+        logits = torch.randn(5, 64, requires_grad=True)
+        weights, ids = function(logits)
+        weights.backward(torch.randn_like(weights))
+        found.append((weights, ids, logits.grad))
+    for got, expected in zip(*reversed(found), strict=True):
+        assert torch.equal(got, expected)
 
 
 def test_hidden_states_are_never_read(device):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ep_moe import total_aux
+from ep_moe import InputError, total_aux
 from ep_moe.routing import Router
 from ep_moe.testing import assert_close
 from tests.helpers import leaf, small_config
@@ -128,11 +128,13 @@ def test_a_loss_without_coefficient_is_zero(coefficients):
 
 
 @pytest.mark.parametrize("garbage", [0.0, math.nan, math.inf])
+@pytest.mark.parametrize("nan_policy", ["propagate", "uniform"])
 @pytest.mark.parametrize("scoring_func", ["softmax", "sigmoid"])
-def test_padding_counts_nowhere(scoring_func, garbage):
+def test_padding_counts_nowhere(scoring_func, nan_policy, garbage):
     """Stats and gradients of a padded batch are those of its real tokens alone."""
-    changes = {"scoring_func": scoring_func, "aux_loss_coef": 0.1, "z_loss_coef": 0.1}
-    router = random_router(**changes)
+    router = random_router(
+        scoring_func=scoring_func, nan_policy=nan_policy, aux_loss_coef=0.1, z_loss_coef=0.1
+    )
     clean, mask = torch.randn(12, 8, dtype=torch.float64), torch.arange(12) >= 7
     padded = clean.masked_fill(mask[:, None], garbage).requires_grad_()
     alone = clean[~mask].requires_grad_()
@@ -160,6 +162,14 @@ def test_rows_that_count_as_equal_do_so_in_the_losses():
     assert torch.equal(got.z_loss, expected.z_loss)
     total_aux([got]).backward()
     assert broken.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("sequence_length", [5, 24])
+def test_tokens_that_are_no_whole_sequences_are_refused(sequence_length):
+    """12 tokens in 2 sequences of 5 would be 2 of 6."""
+    router = random_router(aux_loss_coef=0.1, aux_loss_scope="sequence")
+    with pytest.raises(InputError, match=r"sequence_length.*12"):
+        router(torch.randn(12, 16).double(), None, sequence_length=sequence_length)
 
 
 @pytest.mark.parametrize("mask", [None, torch.ones(3, dtype=torch.bool)])
