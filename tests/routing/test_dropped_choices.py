@@ -115,6 +115,13 @@ def test_what_remains_may_weigh_nothing(low, scoring_func):
     assert logits.grad.isfinite().all()
 
 
+def test_a_row_that_counts_as_equal_is_not_the_most_probable():
+    """nan_policy uniform: its score is 1/E, not NaN, which would rank first."""
+    config = with_capacity(1.0, "probability", top_k=1, renormalize=False, nan_policy="uniform")
+    logits = torch.tensor([[NAN, 0.0, 0.0], [3.0, 0.0, 0.0]])
+    assert select_experts(logits, config).ids.tolist() == [[-1], [0]]
+
+
 @EACH_POLICY
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_dropped_choice_adds_nothing(policy, masked):
