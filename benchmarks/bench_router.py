@@ -15,7 +15,7 @@ Times in a graph are device times. Eager ones below about 20 us per kernel are t
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -178,12 +178,12 @@ class Bench:
             for _ in range(min(harness.input_sets(one, process.device), 2500))
         ]
         case |= {"num_experts": self.config.num_experts}
-        first = calls[report.OURS](sets[0])
+        expected = cache(lambda: calls[report.OURS](sets[0]))  # after ours was timed from cold
         # Scores that two functions compute differ in the last bit, and with it a choice in 10^5.
         by_logit = set(VARIANTS) - set(BIASED)
 
         def check(outputs: tuple[Tensor, ...]) -> None:
-            error = largest_error(outputs, first)
+            error = largest_error(outputs, expected())
             if not error <= (1e-5 if case["variant"] in by_logit else 2e-2):
                 raise Disagreement(f"its {case['scope']} is {error:.1e} from ours")
 
