@@ -11,13 +11,13 @@ MINUS_INF = tl.constexpr(float("-inf"))
 
 
 def select_backward(
-    d_pull_of_pts: Tensor,
+    d_weights: Tensor,
     d_p_sum: Tensor | None,
     d_z_sum: Tensor | None,
     logits: Tensor | None,
     padding_mask: Tensor | None,
     ids: Tensor,
-    pull_of_pts: Tensor,
+    weights: Tensor,
     chosen: Tensor | None,
     *,
     num_experts: int,
@@ -36,13 +36,13 @@ def select_backward(
         logits = logits.contiguous()
     if tokens:
         _select_backward[(tokens,)](
-            d_pull_of_pts.contiguous(),
+            d_weights.contiguous(),
             None if d_p_sum is None else d_p_sum.contiguous(),
             None if d_z_sum is None else d_z_sum.contiguous(),
             logits,
             padding_mask,
             ids,
-            pull_of_pts,
+            weights,
             chosen,
             d_logits,
             0 if logits is None else logits.stride(0),
@@ -62,13 +62,13 @@ def select_backward(
 
 @triton.jit(do_not_specialize=["stride", "tokens", "inverse_scale"])
 def _select_backward(
-    d_pull_of_pts,
+    d_weights,
     d_p_sum,
     d_z_sum,
     logits,
     padding_mask,
     ids_in,
-    pull_of_pts_in,
+    weights_in,
     chosen_in,
     d_logits,
     stride,
@@ -92,9 +92,9 @@ def _select_backward(
     of_row = row * K + choice
     ids = tl.load(ids_in + of_row, mask=choice < K, other=-1)
     chosen = ids >= 0
-    pull = tl.load(pull_of_pts_in + of_row, mask=choice < K, other=0.0)
+    pull = tl.load(weights_in + of_row, mask=choice < K, other=0.0)
     share = pull * inverse_scale
-    pull *= tl.load(d_pull_of_pts + of_row, mask=choice < K, other=0.0)
+    pull *= tl.load(d_weights + of_row, mask=choice < K, other=0.0)
     all_pull = tl.sum(pull)
     if RENORMALIZE:
         pull -= share * all_pull

@@ -82,6 +82,8 @@ def variants() -> Iterator[tuple[str, JITFunction, dict[str, str], dict[str, Any
 
 def main(target: str) -> None:
     for variant, kernel, types, constants, warps in variants():
+        unknown = (types.keys() | constants.keys()) - set(kernel.arg_names)
+        assert not unknown, f"{kernel.__name__} has no arguments {sorted(unknown)}"
         signature = {arg: types.get(arg, "constexpr") for arg in kernel.arg_names}
         fixed = {(i,): constants.get(a) for i, a in enumerate(kernel.arg_names) if a not in types}
         aligned = {
