@@ -182,6 +182,8 @@ class MoEConfig(SelectionConfig):
         z_loss_coef: beta of the router z-loss in the stats
         forced_routing: for benchmarks: ignore the logits' order and spread tokens evenly, or skewed
         forced_skew: with forced_routing skewed: load of the busiest expert over the mean load
+        experts_keep: what experts keep for their backward: rows and pre_activation, or rows alone
+            (2 * intermediate_size numbers less for each choice, one product more)
         numerics: fast, or exact: y, dX and the experts' gradients do not depend, to the last bit,
             on the number of ranks or on the other tokens in the batch; slower, and more bytes move.
             On a CPU for one number of threads, the same in every run that is compared
@@ -209,6 +211,7 @@ class MoEConfig(SelectionConfig):
     z_loss_coef: float = 0.0
     forced_routing: Literal["none", "balanced", "skewed"] = "none"
     forced_skew: float = 1.0
+    experts_keep: Literal["pre_activation", "rows"] = "pre_activation"
     numerics: Literal["fast", "exact"] = "fast"
     transport: str = "auto"
     loss_reduction: Literal["mean", "sum"] = "mean"

@@ -3,11 +3,11 @@ function.
 
 One function, because its backward needs less than the sum of its parts: the gate gradient of a
 packed row is <d_h without the gate, h> (+ <d_out, bias>), so the down projection's output is never
-kept. It saves the arrived rows and gates, the pre-activation, the weights and indices. Never sees
-where a row came from.
+kept. It saves the arrived rows and gates, the pre-activation (unless it is to be computed again),
+the weights and indices. Never sees where a row came from.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -74,10 +74,10 @@ class Experts(nn.Module):
                 arrived.gate_weights,
                 *(p if p is None else p.to(arrived.rows.dtype) for p in parameters),  # autocast
                 arrived.local_ids,
-                self.config.activation,
-                self.config.gate_on,
+                arrived.max_packed,
+                self.config,
                 self.grad_scale,
-                self.config.numerics,
+                torch.is_grad_enabled(),
             )
 
 
@@ -124,115 +124,121 @@ class _ExpertMLP(torch.autograd.Function):
         b_gate_up: Tensor | None,
         b_down: Tensor | None,
         local_ids: Tensor,
-        activation: str,
-        gate_on: str,
+        max_packed: int | None,
+        config: MoEConfig,
         grad_scale: float,
-        numerics: ops.Numerics,
+        keep: bool,
     ) -> Tensor:
         with torch.profiler.record_function("ep_moe.permute"):
-            packed = ops.pack(local_ids, len(w_gate_up))
-            packed_rows = ops.gather(rows, packed.arrived_of_packed)
-            if gate_on == "input":
-                packed_rows = _gated(packed_rows, _gate_of_packed(gates, packed))
-        offsets = packed.offsets
-        pre = ops.grouped_gemm(packed_rows, w_gate_up, offsets, b_gate_up, numerics=numerics)
-        h = ops.ACTIVATIONS[activation].forward(pre)
-        y = ops.grouped_gemm(h, w_down, offsets, b_down, numerics=numerics)
+            packed = ops.pack(local_ids, len(w_gate_up), max_packed)
+        hidden = ops.hidden(
+            rows,
+            w_gate_up,
+            packed,
+            b_gate_up,
+            gates=gates if config.gate_on == "input" else None,
+            activation=config.activation,
+            keep=keep and config.experts_keep == "pre_activation",
+            numerics=config.numerics,
+        )
+        y = ops.grouped_gemm(hidden.h, w_down, packed.offsets, b_down, numerics=config.numerics)
         with torch.profiler.record_function("ep_moe.permute"):
-            out_gates = gates if gate_on == "output" else None
+            out_gates = gates if config.gate_on == "output" else None
             out = ops.weighted_sum(y, out_gates, packed.packed_of_arrived)
+        weights = (w_gate_up, w_down, b_gate_up, b_down)
         indices = (
             packed.arrived_of_packed,
             packed.choice_of_packed,
             packed.packed_of_arrived,
             packed.offsets,
         )
-        ctx.save_for_backward(rows, gates, pre, w_gate_up, w_down, b_down, *indices)
-        ctx.activation = activation
-        ctx.gate_on, ctx.grad_scale, ctx.numerics = gate_on, grad_scale, numerics
+        ctx.save_for_backward(rows, gates, hidden.pre, *weights, *indices)
+        ctx.config, ctx.grad_scale = config, grad_scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        rows, gates, pre, w_gate_up, w_down, b_down, *indices = ctx.saved_tensors
-        arrived_of_packed, choice_of_packed, packed_of_arrived, offsets = indices
-        packed = Packed(
-            arrived_of_packed=arrived_of_packed,
-            choice_of_packed=choice_of_packed,
-            packed_of_arrived=packed_of_arrived,
-            offsets=offsets,
-        )
-        needs_rows, needs_gates, needs_gate_up, needs_down, needs_b_gate_up, needs_b_down = (
-            ctx.needs_input_grad[:6]
-        )
-        scale = ctx.grad_scale
-        activation, on_output = ops.ACTIVATIONS[ctx.activation], ctx.gate_on == "output"
-        d_rows = d_gates = None
-        d_w_gate_up = d_w_down = d_b_gate_up = d_b_down = None
-
         with torch.profiler.record_function("ep_moe.experts_backward"):
-            with torch.profiler.record_function("ep_moe.permute_backward"):
-                d_out_packed = ops.gather(d_out, packed.arrived_of_packed)
-                gate = _gate_of_packed(gates, packed)
-            h = activation.forward(pre)
-            d_h = ops.grouped_gemm_dgrad(d_out_packed, w_down, offsets, numerics=ctx.numerics)
-            d_h = d_h.to(torch.promote_types(gate.dtype, h.dtype))
-            d_y = d_out_packed
-            if on_output:
-                # From d_h before the gate: y itself was never kept.
-                d_gate = ops.row_dot(d_h, h.to(d_h.dtype), numerics=ctx.numerics)
-                if b_down is not None:
-                    bias = b_down[_expert_of_packed(offsets, len(h))]
-                    d_gate += ops.row_dot(d_out_packed, bias, numerics=ctx.numerics)
-                d_y, d_h = _gated(d_y, gate), gate * d_h
-            if needs_down:
-                d_w_down = ops.grouped_gemm_wgrad(
-                    d_y, h, offsets, scale=scale, numerics=ctx.numerics
-                )
-            if needs_b_down:
-                d_b_down = ops.grouped_bias_grad(d_y, offsets, scale=scale)
-            d_pre = activation.backward(d_h, pre)
-            if needs_b_gate_up:
-                d_b_gate_up = ops.grouped_bias_grad(d_pre, offsets, scale=scale)
-            if needs_gate_up or not on_output:
-                with torch.profiler.record_function("ep_moe.permute_backward"):
-                    packed_rows = ops.gather(rows, packed.arrived_of_packed)
-            if needs_gate_up:
-                seen = packed_rows if on_output else _gated(packed_rows, gate)
-                d_w_gate_up = ops.grouped_gemm_wgrad(
-                    d_pre, seen, offsets, scale=scale, numerics=ctx.numerics
-                )
-            if needs_rows or (needs_gates and not on_output):
-                d_packed = ops.grouped_gemm_dgrad(d_pre, w_gate_up, offsets, numerics=ctx.numerics)
-                if not on_output:
-                    d_gate = ops.row_dot(d_packed, packed_rows, numerics=ctx.numerics)
-                if needs_rows:
-                    with torch.profiler.record_function("ep_moe.permute_backward"):
-                        if on_output:
-                            d_rows = ops.gather_backward(d_packed, packed_of_arrived)
-                        else:
-                            d_rows = ops.weighted_sum(d_packed, gates, packed_of_arrived)
-            if needs_gates:
-                with torch.profiler.record_function("ep_moe.permute_backward"):
-                    d_gates = torch.zeros_like(gates)
-                    d_gates[packed.arrived_of_packed, packed.choice_of_packed] = d_gate.to(
-                        gates.dtype
-                    )
-        return d_rows, d_gates, d_w_gate_up, d_w_down, d_b_gate_up, d_b_down, *[None] * 5
+            return (*_gradients(ctx, d_out), *[None] * 5)
 
 
-def _gate_of_packed(gates: Tensor, packed: Packed) -> Tensor:
-    """(A,K) -> (S,1)"""
-    return gates[packed.arrived_of_packed, packed.choice_of_packed][:, None]
+def _gradients(ctx: Any, d_out: Tensor) -> list[Tensor | None]:
+    """Of rows, gates, w_gate_up, w_down, b_gate_up and b_down, each only where it is needed."""
+    config, scale, numerics = ctx.config, ctx.grad_scale, ctx.config.numerics
+    rows, gates, pre, w_gate_up, w_down, b_gate_up, b_down, *indices = ctx.saved_tensors
+    packed = Packed(*indices)
+    index, offsets = packed.arrived_of_packed, packed.offsets
+    needs_rows, needs_gates, needs_gate_up, needs_down, needs_b_gate_up, needs_b_down = (
+        ctx.needs_input_grad[:6]
+    )
+    on_output = config.gate_on == "output"
+    d_rows = d_gates = d_w_gate_up = d_w_down = d_b_gate_up = d_b_down = None
 
-
-def _gated(rows: Tensor, gate: Tensor) -> Tensor:
-    """The product in the gate's precision, rounded once.  (S,H), (S,1) -> (S,H)"""
-    return (gate * rows).to(rows.dtype)
-
-
-def _expert_of_packed(offsets: Tensor, num_rows: int) -> Tensor:
-    """offsets [0,2,2,5] -> [0,0,2,2,2]"""
-    rows = torch.arange(num_rows, device=offsets.device)
-    return torch.searchsorted(offsets[1:].long(), rows, right=True)
+    if pre is None:
+        again = ops.hidden(
+            rows,
+            w_gate_up,
+            packed,
+            b_gate_up,
+            gates=None if on_output else gates,
+            activation=config.activation,
+            keep=True,
+            numerics=numerics,
+        )
+        pre = cast(Tensor, again.pre)
+    grads = ops.hidden_backward(
+        d_out,
+        w_down,
+        packed,
+        pre,
+        b_down,
+        gates=gates if on_output else None,
+        activation=config.activation,
+        numerics=numerics,
+    )
+    gate = ops.gate_of_packed(gates, packed)
+    if needs_down:
+        d_w_down = ops.grouped_gemm_wgrad(
+            d_out,
+            grads.weighted_h,
+            offsets,
+            arrived_of_packed=index,
+            gathered="d_y",
+            scale=scale,
+            numerics=numerics,
+        )
+    if needs_b_down:
+        d_b_down = ops.grouped_bias_grad(
+            d_out,
+            offsets,
+            arrived_of_packed=index,
+            gate_of_packed=gate if on_output else None,
+            scale=scale,
+        )
+    if needs_b_gate_up:
+        d_b_gate_up = ops.grouped_bias_grad(grads.pre, offsets, scale=scale)
+    if needs_gate_up:
+        d_w_gate_up = ops.grouped_gemm_wgrad(
+            grads.pre if on_output else ops.gated(grads.pre, gate),
+            rows,
+            offsets,
+            arrived_of_packed=index,
+            gathered="x",
+            scale=scale,
+            numerics=numerics,
+        )
+    d_gates = grads.gate
+    if needs_rows or (needs_gates and not on_output):
+        d_packed = ops.grouped_gemm_dgrad(grads.pre, w_gate_up, offsets, numerics=numerics)
+        with torch.profiler.record_function("ep_moe.permute_backward"):
+            if needs_rows:
+                sent_on = None if on_output else gates
+                d_rows = ops.weighted_sum(d_packed, sent_on, packed.packed_of_arrived)
+            if not on_output:
+                packed_rows = ops.gather(rows, index, offsets)
+                d_gate = ops.row_dot(d_packed, packed_rows, numerics=numerics)
+                d_gates = ops.of_choice(d_gate, packed)
+    if d_gates is not None:
+        d_gates = d_gates.to(gates.dtype) if needs_gates else None
+    return [d_rows, d_gates, d_w_gate_up, d_w_down, d_b_gate_up, d_b_down]

@@ -66,12 +66,14 @@ class Arrived:
     local_ids     (A,K) int32, expert ids counted from this rank's first expert; -1 = that choice
                   lives elsewhere.
     plan          what the transport has to remember to bring rows back; opaque.
+    max_packed    (row, local expert) pairs here at most; None = a host sync finds out.
     """
 
     rows: Tensor
     gate_weights: Tensor
     local_ids: Tensor
     plan: Any
+    max_packed: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +84,8 @@ class Packed:
         arrived_of_packed = [0,1,1,2]   choice_of_packed = [0,1,0,1]
         packed_of_arrived = [[0,-1],[2,1],[-1,3]]   offsets = [0,2,4]
 
-    arrived_of_packed, choice_of_packed  (S,) int32: packed row s is choice k of arrived row a.
+    arrived_of_packed, choice_of_packed  (S,) int32: packed row s is choice k of arrived row a. S is
+                                         offsets[-1], or more where that is on a GPU only.
     packed_of_arrived                    (A,K) int32, -1 = none.
     offsets                              (E_loc+1,) int32, exclusive cumulative: expert e owns
                                          [offsets[e], offsets[e+1]).

@@ -26,7 +26,7 @@ def dispatch(x: Tensor, routing: Routing, num_experts: int, transport: Transport
         rows, gates, plan = _Dispatch.apply(
             x, routing.gate_weights, routing.ids, num_experts, transport
         )
-    return Arrived(rows, gates, plan.local_ids, plan)
+    return Arrived(rows, gates, plan.local_ids, plan, plan.max_packed)
 
 
 def combine(rows: Tensor, plan: Plan, transport: Transport) -> Tensor:

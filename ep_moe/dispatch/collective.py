@@ -31,6 +31,7 @@ class CollectivePlan:
     token_of_sent  (N,) int64: the rows this rank sends, ordered by (destination, token).
     sent_of_token  (T,W) int32, -1 = that rank does not need this token.
     splits         rows to each rank and from each, on the way out.
+    max_packed     choices of the arrived rows that live here.
     call           the number of this dispatch among those of its layer.
     """
 
@@ -38,6 +39,7 @@ class CollectivePlan:
     token_of_sent: Tensor
     sent_of_token: Tensor
     splits: Splits
+    max_packed: int
     call: int
 
 
@@ -59,10 +61,11 @@ class CollectiveTransport:
         each = num_experts // self.ep.size
         rank_of_slot = routing.ids.div(each, rounding_mode="floor")  # -1 stays -1
         ranks = torch.arange(self.ep.size, device=x.device)
-        needed = (rank_of_slot[:, :, None] == ranks).any(dim=1)  # (T,W)
+        choices = (rank_of_slot[:, :, None] == ranks).sum(dim=1)  # (T,W)
+        needed = choices > 0
 
         sent_counts = needed.sum(dim=0)
-        splits = self._exchange_counts(sent_counts)
+        splits, max_packed = self._exchange_counts(sent_counts, choices.sum(dim=0))
 
         before = sent_counts.cumsum(0) - sent_counts
         position = (before + needed.cumsum(dim=0) - 1).masked_fill(~needed, -1)
@@ -87,6 +90,7 @@ class CollectiveTransport:
             token_of_sent=token_of_sent,
             sent_of_token=position.int(),
             splits=splits,
+            max_packed=max_packed,
             call=self.calls,
         )
         arrived_gates = message[:, top_k:].clone(memory_format=torch.contiguous_format)
@@ -113,11 +117,14 @@ class CollectiveTransport:
         returned = exchange(values, back, ep=self.ep, stage=self._stage(plan.call, what))
         return ops.weighted_sum(returned, None, plan.sent_of_token)
 
-    def _exchange_counts(self, sent: Tensor) -> Splits:
+    def _exchange_counts(self, rows: Tensor, choices: Tensor) -> tuple[Splits, int]:
+        """Rows to each rank and choices among them (W,) -> splits, choices that arrive."""
+        sent = torch.stack([rows, choices], dim=1)
         arrived = torch.empty_like(sent)
         with self.ep.waiting(self._stage(self.calls, "the counts")):
             dist.all_to_all_single(arrived, sent, group=self.ep.group)
-            return Splits(*torch.stack([sent, arrived]).tolist())
+            (sent_rows, _), (rows_here, choices_here) = torch.stack([sent, arrived]).mT.tolist()
+        return Splits(sent_rows, rows_here), sum(choices_here)
 
     def _stage(self, call: int, what: str) -> str:
         direction = "backward" if in_backward() else "forward"

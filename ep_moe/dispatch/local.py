@@ -19,6 +19,10 @@ from ep_moe.types import Routing
 class LocalPlan:
     local_ids: Tensor  # (T,K) int32
 
+    @property
+    def max_packed(self) -> int:
+        return self.local_ids.numel()
+
 
 class LocalTransport:
     name: ClassVar[str] = "local"

@@ -31,6 +31,9 @@ class Plan(Protocol):
     @property
     def local_ids(self) -> Tensor: ...
 
+    @property
+    def max_packed(self) -> int: ...  # (row, local expert) pairs at most
+
 
 class Sent(NamedTuple):
     """What the first dispatch of a routing brings: the plan for every later move, and the arrived

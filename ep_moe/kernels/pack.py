@@ -28,12 +28,12 @@ def count(ids: Tensor, num_experts: int) -> Tensor:
 
 
 def pack(local_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(A,K) int32, -1 = none -> arrived_of_packed and choice_of_packed, (A K,) of which the first
-    offsets[-1] are written, packed_of_arrived (A,K) and offsets (E+1,), all int32."""
+    """(A,K) int32, -1 = none -> arrived_of_packed and choice_of_packed, (A K,) and 0 from
+    offsets[-1] on, packed_of_arrived (A,K) and offsets (E+1,), all int32."""
     local_ids = local_ids.contiguous()
     rows, top_k = local_ids.shape
     slots = rows * top_k
-    arrived, choice = (local_ids.new_empty(slots) for _ in range(2))
+    arrived, choice = local_ids.new_zeros(2, slots)
     packed = torch.empty_like(local_ids)
     if not slots:
         return arrived, choice, packed, local_ids.new_zeros(num_experts + 1)

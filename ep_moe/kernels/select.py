@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ep_moe.kernels.device import multiprocessors
 from ep_moe.kernels.scores import (
     GREATEST,
     exp,
@@ -79,7 +80,7 @@ def select_forward(
     sums, grid, length = None, (tokens,), tokens
     if segments is not None:
         length = tokens // max(segments, 1)
-        wanted = triton.cdiv(PROGRAMS_PER_SM * _num_sms(logits.device), max(segments, 1))
+        wanted = triton.cdiv(PROGRAMS_PER_SM * multiprocessors(logits.device), max(segments, 1))
         programs = max(min(length, wanted), 1)
         sums = Sums(
             torch.empty(segments, programs, num_experts, dtype=torch.float32, device=logits.device),
@@ -113,12 +114,6 @@ def select_forward(
             enable_fp_fusion=False,
         )
     return ids, weights, chosen, sums
-
-
-def _num_sms(device: torch.device) -> int:
-    if device.type != "cuda":  # the interpreter
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit(do_not_specialize=["stride", "tokens", "scale"])

@@ -12,7 +12,24 @@ from ep_moe.ops.grouped_gemm import (
     grouped_gemm_dgrad,
     grouped_gemm_wgrad,
 )
-from ep_moe.ops.numerics import ROW_BLOCK, Numerics, matmul, row_dot, sigmoid, softmax, softplus
+from ep_moe.ops.hidden import (
+    Hidden,
+    HiddenGrads,
+    gate_of_packed,
+    hidden,
+    hidden_backward,
+    of_choice,
+)
+from ep_moe.ops.numerics import (
+    ROW_BLOCK,
+    Numerics,
+    gated,
+    matmul,
+    row_dot,
+    sigmoid,
+    softmax,
+    softplus,
+)
 from ep_moe.ops.pack import pack
 from ep_moe.ops.router_logits import router_logits, router_logits_backward
 from ep_moe.ops.select import (
@@ -32,17 +49,24 @@ __all__ = [
     "ROW_BLOCK",
     "SCORING",
     "Activation",
+    "Hidden",
+    "HiddenGrads",
     "Numerics",
     "Selected",
     "dense_probabilities",
+    "gate_of_packed",
+    "gated",
     "gather",
     "gather_backward",
     "grouped_bias_grad",
     "grouped_gemm",
     "grouped_gemm_dgrad",
     "grouped_gemm_wgrad",
+    "hidden",
+    "hidden_backward",
     "matmul",
     "needs_logits",
+    "of_choice",
     "pack",
     "rank",
     "router_logits",

@@ -21,6 +21,23 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def served_by_kernel(x: Tensor) -> bool:
+    """Whether the Triton kernels work on such rows; what they do not, torch does."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+
+
+def fp32_precision(device: torch.device, numerics: Numerics) -> Literal["ieee", "tf32"]:
+    """How kernels multiply fp32: in TF32 only where torch was told so
+    (`torch.set_float32_matmul_precision`), and never in exact."""
+    asked = torch.backends.cuda.matmul.fp32_precision if device.type == "cuda" else "ieee"
+    return "tf32" if numerics == "fast" and asked == "tf32" else "ieee"
+
+
+def gated(rows: Tensor, gate: Tensor) -> Tensor:
+    """The product in the gate's precision, rounded once.  (S,H), (S,1) -> (S,H)"""
+    return (gate * rows).to(rows.dtype)
+
+
 def matmul(
     a: Tensor, b: Tensor, *, numerics: Numerics, bias: Tensor | None = None, out: Tensor
 ) -> Tensor:

@@ -1,6 +1,7 @@
 """Order the (arrived row, local expert) pairs of a rank by expert. An index, not a copy.
 
-On a GPU three launches (`ep_moe.kernels.pack`) and a host sync, for how many pairs there are.
+On a GPU three launches (`ep_moe.kernels.pack`), and a host sync unless it is known how many pairs
+there are at most.
 """
 
 import torch
@@ -10,11 +11,12 @@ from ep_moe import check
 from ep_moe.types import Packed
 
 
-def pack(local_ids: Tensor, num_local_experts: int) -> Packed:
+def pack(local_ids: Tensor, num_local_experts: int, max_packed: int | None = None) -> Packed:
     """Sort the pairs by local expert, then by arrived row (stable, so two runs agree).
 
     local_ids (A,K) int32, -1 = that choice lives elsewhere -> Packed with S = pairs that live here.
-    A = 0 is fine.
+    A = 0 is fine. max_packed: pairs that live here at most, where known; on a GPU the packed rows
+    are then as many, and those from offsets[-1] on stand for none (their indices are 0).
 
     [[0,-1],[1,0],[-1,1]], 2 experts -> arrived_of_packed [0,1,1,2], offsets [0,2,4] (more in
     `Packed`).
@@ -25,7 +27,7 @@ def pack(local_ids: Tensor, num_local_experts: int) -> Packed:
         from ep_moe.kernels.pack import pack as kernel
 
         arrived, choice, packed, offsets = kernel(local_ids, num_local_experts)
-        count = int(offsets[-1])
+        count = int(offsets[-1]) if max_packed is None else max_packed
         return Packed(
             arrived_of_packed=arrived[:count],
             choice_of_packed=choice[:count],

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ep_moe.ops.numerics import Numerics, accumulation_dtype, row_dot
+from ep_moe.ops.numerics import Numerics, accumulation_dtype, row_dot, served_by_kernel
 
 
 class WeightedSumGrads(NamedTuple):
@@ -27,6 +27,14 @@ def weighted_sum(y: Tensor, gate_weights: Tensor | None, packed_of_arrived: Tens
 
     K=2, packed_of_arrived=[[1,-1]], gate=[[.5,nan]], y=[[10],[20]]  ->  out=[[10]]
     """
+    if not served_by_kernel(y):
+        return weighted_sum_ref(y, gate_weights, packed_of_arrived)
+    from ep_moe.kernels.weighted_sum import weighted_sum as kernel
+
+    return kernel(y, gate_weights, packed_of_arrived)
+
+
+def weighted_sum_ref(y: Tensor, gate_weights: Tensor | None, packed_of_arrived: Tensor) -> Tensor:
     out = y.new_zeros(len(packed_of_arrived), y.shape[1], dtype=accumulation_dtype(y.dtype))
     if not len(y):  # a rank that received nothing has no row 0 to stand in for an absent one
         return out.to(y.dtype)

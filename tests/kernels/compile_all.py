@@ -1,119 +1,165 @@
-"""Compile every kernel for GPUs that are not here: `python -m tests.kernels.compile_all TARGET...`.
+"""Compile every kernel for GPUs that are not here: `python -m tests.kernels.compile_all TARGET`.
 
-Prints one JSON object a kernel: target, name, variant, and on NVIDIA registers and spilled bytes.
-A kernel that does not compile ends the program.
+Prints one JSON object a kernel: target, kernel, variant, shared memory, and on NVIDIA registers,
+spilled bytes and the instructions that multiply and that move tiles. A kernel that does not
+compile, or asks for more than the GPU has, ends the program.
 """
 
 import json
-import re
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime import JITFunction
+import torch
+from torch import Tensor
 
-from ep_moe.kernels import pack, select, select_backward
+from ep_moe.kernels import (
+    choice,
+    gather,
+    grouped_gemm,
+    grouped_wgrad,
+    pack,
+    select,
+    select_backward,
+    weighted_sum,
+)
+from ep_moe.kernels.tiles import Tile
+from ep_moe.types import Packed
+from tests.kernels.stand_in import StandIn
 
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
+T, E, H, WIDTH, K = 4096, 128, 2048, 768, 8
 
 
-def variants() -> Iterator[tuple[str, JITFunction, dict[str, str], dict[str, Any], int]]:
-    """(variant, kernel, types of its run-time arguments, constants, warps); a pointer that is not
-    named is None."""
-    forward = {
-        "logits": "*fp32",
-        "ids_out": "*i32",
-        "weights_out": "*fp32",
-        "stride": "i32",
-        "tokens": "i32",
-        "scale": "fp32",
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+floats, ints = partial(empty, dtype=torch.float32), partial(empty, dtype=torch.int32)
+bytes_ = partial(empty, dtype=torch.uint8)
+
+
+def router() -> Iterator[tuple[str, Callable[[], object]]]:
+    """(variant, launch)"""
+
+    def forward(logits: Tensor, **options: object) -> None:
+        grouped = {"groups": 8, "kept_groups": 4, "top2_sum": False, "top_k": 8}
+        form = {"scoring_func": "softmax", "renormalize": True, "scale": 2.5, "uniform": False}
+        given = dict.fromkeys(("expert_bias", "padding_mask", "given", "segments"))
+        select.select_forward(logits, **{**grouped, **form, **given, **options})
+
+    def backward(experts: int, *, sums: bool, **options: object) -> None:
+        form = {"scoring_func": "softmax", "renormalize": True, "scale": 2.5, "uniform": False}
+        select_backward.select_backward(
+            floats(T, 8),
+            floats(1, experts) if sums else None,
+            floats(1) if sums else None,
+            floats(T, experts),
+            bytes_(T) if sums else None,
+            ints(T, 8),
+            floats(T, 8),
+            floats(T, 8),
+            num_experts=experts,
+            dtype=torch.float32,
+            **{**form, **options},
+        )
+
+    logits, mask = floats(T, 256), bytes_(T)
+    plain = {"groups": 1, "kept_groups": 1}
+    v3 = {"scoring_func": "sigmoid", "top2_sum": True, "expert_bias": floats(256)}
+    yield "grouped", lambda: forward(logits)
+    yield "DeepSeek-V3, sums", lambda: forward(logits, **v3, segments=1)
+    yield "plain bf16", lambda: forward(logits.bfloat16(), padding_mask=mask, **plain)
+    given = {"given": ints(T, 8), "padding_mask": mask, "uniform": True}
+    yield "given", lambda: forward(logits, **given, **plain)
+    odd = {"scoring_func": "sqrtsoftplus", "renormalize": False, "top_k": 10, "segments": 4}
+    yield "E = 160, K = 10, sums", lambda: forward(floats(T, 160), **odd, **plain)
+    yield "renormalised", lambda: backward(256, sums=False)
+    yield "softmax", lambda: backward(256, sums=False, renormalize=False)
+    sigmoid = {"scoring_func": "sigmoid", "uniform": True}
+    yield "sigmoid, sums", lambda: backward(256, sums=True, **sigmoid)
+    yield "", lambda: pack.pack(ints(T, 8), 256)
+
+
+def experts(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Each form with the tiles that this GPU would run it with, for many rows and for few."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for rows in (T, 16):
+            yield from products(arch, dtype, rows)
+    yield "", lambda: weighted_sum.weighted_sum(empty(T * K, H), floats(T, K), ints(T, K))
+    yield "", lambda: weighted_sum.sum_parts(floats(6, T * K), ints(T, K))
+    yield "", lambda: gather.gather(empty(T, H), ints(T * K), ints(E + 1))
+    bias_grad = grouped_wgrad.grouped_bias_grad
+    gathered = {"arrived_of_packed": ints(T * K), "gate_of_packed": floats(T * K)}
+    yield "", lambda: bias_grad(empty(T, H), ints(E + 1), **gathered)
+
+
+def products(
+    arch: str, dtype: torch.dtype, rows: int
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    new, slots = partial(empty, dtype=dtype), rows * K
+    packed = Packed(ints(slots), ints(slots), ints(rows, K), ints(E + 1))
+    x, pre, h = new(rows, H), new(slots, 2 * WIDTH), new(slots, WIDTH)
+    up, down, biases = new(E, 2 * WIDTH, H), new(E, H, WIDTH), new(E, 2 * WIDTH)
+    offsets, index, gates = packed.offsets, packed.arrived_of_packed, floats(rows, K)
+
+    def tile(form: str, depth: int, columns: int) -> Tile:
+        product = choice.Product(form, dtype.itemsize, slots // E, depth, columns)
+        return choice.tile_for(product, arch)
+
+    label = f"{str(dtype).removeprefix('torch.')}, {slots // E} rows an expert"
+    kinds = {
+        "hidden": lambda: grouped_gemm.hidden(
+            x,
+            up,
+            packed,
+            biases,
+            activation="swiglu",
+            keep=True,
+            tile=tile("hidden", H, 2 * WIDTH),
+        ),
+        "product": lambda: grouped_gemm.grouped_gemm(
+            h, down, offsets, tile=tile("product", WIDTH, H)
+        ),
+        "gradient": lambda: grouped_gemm.hidden_backward(
+            x,
+            down,
+            packed,
+            pre,
+            gates=gates,
+            activation="swiglu",
+            tile=tile("gradient", H, WIDTH),
+        ),
+        "dgrad": lambda: grouped_gemm.grouped_gemm(
+            pre, up, offsets, transposed=True, tile=tile("dgrad", 2 * WIDTH, H)
+        ),
+        "wgrad, x gathered": lambda: grouped_wgrad.grouped_wgrad(
+            pre,
+            x,
+            offsets,
+            arrived_of_packed=index,
+            gathered="x",
+            tile=tile("wgrad", 2 * WIDTH, H),
+        ),
+        "wgrad, d_y gathered": lambda: grouped_wgrad.grouped_wgrad(
+            x,
+            h,
+            offsets,
+            arrived_of_packed=index,
+            gathered="d_y",
+            tile=tile("wgrad", H, WIDTH),
+        ),
     }
-    backward = {
-        "d_weights": "*fp32",
-        "logits": "*fp32",
-        "ids_in": "*i32",
-        "weights_in": "*fp32",
-        "d_logits": "*fp32",
-        "stride": "i32",
-        "tokens": "i32",
-        "inverse_scale": "fp32",
-    }
-    sums = {"p_out": "*fp32", "z_out": "*fp32", "chosen_out": "*fp32"}
-    d_sums = {"d_p_sum": "*fp32", "d_z_sum": "*fp32", "chosen_in": "*fp32"}
-    mask, bias = {"padding_mask": "*u8"}, {"expert_bias": "*fp32"}
-    softmax = {"SCORING": "softmax", "RENORMALIZE": True, "UNIFORM": False}
-    grouped = softmax | {"E": 256, "K": 8, "GROUPS": 8, "KEPT": 4, "TOP2": False, "LANES": 32}
-    v3 = grouped | {"SCORING": "sigmoid", "TOP2": True}
-    plain = grouped | {"GROUPS": 1, "KEPT": 1}
-    yield "grouped", select._select_forward, forward, grouped, 1
-    yield "DeepSeek-V3, sums", select._select_forward, forward | bias | sums, v3, 1
-    yield "plain bf16", select._select_forward, forward | mask | {"logits": "*bf16"}, plain, 1
-    given = forward | mask | {"given": "*i32"}
-    yield "given", select._select_forward, given, plain | {"UNIFORM": True}, 1
-    odd = plain | {"E": 160, "K": 10, "SCORING": "sqrtsoftplus", "RENORMALIZE": False}
-    yield "E = 160, K = 10, sums", select._select_forward, forward | mask | sums, odd, 1
-    sizes = {"E": 256, "K": 8, "EXPERTS": 256, "CHOICES": 8}
-    yield "renormalised", select_backward._select_backward, backward, softmax | sizes, 1
-    full = softmax | sizes | {"RENORMALIZE": False}
-    yield "softmax", select_backward._select_backward, backward | {"chosen_in": "*fp32"}, full, 1
-    sigmoid = softmax | sizes | {"SCORING": "sigmoid", "UNIFORM": True}
-    yield "sigmoid, sums", select_backward._select_backward, backward | d_sums | mask, sigmoid, 1
-    types = {"ids": "*i32", "counts": "*i32", "slots": "i32"}
-    yield "", pack._count, types, {"E": 256, "BINS": 256, "BLOCK": pack.BLOCK}, 4
-    columns = {"E": 256, "SCANNED": pack.SCANNED, "COLUMNS": pack.COLUMNS}
-    types = {"counts": "*i32", "totals": "*i32", "blocks": "i32"}
-    yield "", pack._sum_blocks, types, columns, 4
-    place = {"E": 256, "K": 8, "EXPERTS": 256, "BLOCK": pack.BLOCK}
-    pointers = "ids before totals arrived_of_packed choice_of_packed packed_of_arrived offsets"
-    types = dict.fromkeys(pointers.split(), "*i32") | {"slots": "i32"}
-    yield "", pack._place, types, place, 4
+    for kind, launch in kinds.items():
+        yield f"{kind}, {label}", launch
 
 
 def main(target: str) -> None:
-    for variant, kernel, types, constants, warps in variants():
-        unknown = (types.keys() | constants.keys()) - set(kernel.arg_names)
-        assert not unknown, f"{kernel.__name__} has no arguments {sorted(unknown)}"
-        signature = {arg: types.get(arg, "constexpr") for arg in kernel.arg_names}
-        fixed = {(i,): constants.get(a) for i, a in enumerate(kernel.arg_names) if a not in types}
-        aligned = {
-            (i,): [["tt.divisibility", 16]]
-            for i, arg in enumerate(kernel.arg_names)
-            if types.get(arg, "").startswith("*")
-        }
-        options = {"num_warps": warps, "enable_fp_fusion": kernel is not select._select_forward}
-        source = ASTSource(kernel, signature=signature, constexprs=fixed, attrs=aligned)
-        built = triton.compile(source, target=TARGETS[target], options=options)
-        found = resources(built.asm["cubin"]) if "cubin" in built.asm else {}
-        row = {"target": target, "kernel": kernel.__name__, "variant": variant, **found}
-        print(json.dumps(row), flush=True)
-
-
-def resources(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread, and bytes that it spills."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        listed = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    registers, stack, local = map(
-        int, re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", listed).groups()
-    )
-    return {"registers": registers, "spilled": stack + local}
+    driver = StandIn(target)
+    for variant, launch in [*router(), *experts(target)]:
+        launch()
+        for row in driver.take():
+            print(json.dumps({"target": target, "variant": variant, **row}), flush=True)
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        main(name)
+    main(sys.argv[1])

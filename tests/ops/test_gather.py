@@ -18,9 +18,10 @@ def pack(rows, top_k, device, absent=0.3):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("A,K,H", SHAPES)
 def test_forward_copies(A, K, H, dtype, layout, device):
-    index = pack(A, K, device).arrived_of_packed
+    packed = pack(A, K, device)
+    index = packed.arrived_of_packed
     rows = in_layout(torch.randn(A, H, device=device).to(dtype), layout)
-    got = ops.gather(rows, index)
+    got = ops.gather(rows, index, packed.offsets)
     assert torch.equal(got, torch.stack([rows[a] for a in index.tolist()]) if len(index) else got)
     assert got.shape == (len(index), H)
 

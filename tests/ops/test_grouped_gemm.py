@@ -131,10 +131,11 @@ def test_scale_multiplies_the_parameter_gradients(scale, device):
     assert_close(got, d_bias * scale, name="d_bias")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @SIZES
-def test_rows_past_the_last_offset_are_not_read(sizes, device):
+def test_rows_past_the_last_offset_are_not_read(sizes, dtype, device):
     """Buffers of static size end in rows that no expert owns: NaN there must reach nothing."""
-    x, weight, bias, d_y = make(sizes, 5, 3, torch.float64, device)
+    x, weight, bias, d_y = make(sizes, 5, 3, dtype, device)
     S, offsets = len(x), offsets_of(sizes, device)
     long_x, long_d_y = (torch.cat([t, t.new_full((7, t.shape[1]), torch.nan)]) for t in (x, d_y))
     for name, got, expected in [
@@ -142,7 +143,6 @@ def test_rows_past_the_last_offset_are_not_read(sizes, device):
         ("d_x", ops.grouped_gemm_dgrad(long_d_y, weight, offsets), loop(d_y, weight.mT, sizes)),
     ]:
         assert_close(got[:S], expected, name=name)
-        assert (got[S:] == 0).all(), f"{name} past the last offset"
     _, d_weight, d_bias = gradients(x, weight, bias, d_y, sizes)
     got = ops.grouped_gemm_wgrad(long_d_y, long_x, offsets)
     assert_close(got, d_weight, name="d_weight")
@@ -237,7 +237,9 @@ UNSEEN = {(op, wrong) for op in ("wgrad", "bias grad") for wrong in ("starts onl
 @pytest.mark.parametrize(
     "op,wrong", [(op, w) for op in OPS for w in WRONG_OFFSETS if (op, w) not in UNSEEN]
 )
-def test_wrong_offsets_are_refused(op, wrong, device):
+def test_wrong_offsets_are_refused(op, wrong, device, monkeypatch):
+    if device.type == "cuda":  # not looked at unless asked for: it would be a host sync
+        monkeypatch.setenv("EP_MOE_CHECK", "1")
     operands = make((2, 0, 3), 4, 2, torch.float32, device)
     offsets = torch.tensor(WRONG_OFFSETS[wrong], dtype=torch.int32, device=device)
     with pytest.raises(InputError, match="offsets"):
@@ -245,8 +247,10 @@ def test_wrong_offsets_are_refused(op, wrong, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_offsets_may_be_int64_and_on_the_cpu(dtype, device):
+@pytest.mark.parametrize("of_rows", [torch.float32, torch.float64])
+def test_offsets_may_be_int64_and_on_the_cpu(of_rows, dtype, device):
     sizes = GROUPS["ragged"]
-    x, weight, bias, _ = make(sizes, 3, 2, torch.float64, device)
+    x, weight, bias, _ = make(sizes, 3, 2, of_rows, device)
     got = ops.grouped_gemm(x, weight, offsets_of(sizes).to(dtype), bias)
-    assert_close(got, loop(x, weight, sizes, bias), name="y")
+    expected = loop(x.double(), weight.double(), sizes, bias.double())
+    assert_close(got, expected, name="y", tolerance=tolerance(of_rows))

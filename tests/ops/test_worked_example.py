@@ -37,6 +37,10 @@ def per_token(weights, activation=torch.relu):
     return torch.stack(rows)
 
 
+def gather(weights, packed):
+    return ops.gather(weights["x"], packed.arrived_of_packed, packed.offsets)
+
+
 def grouped(weights, packed, rows, activation=torch.relu):
     """All experts over packed rows, by offsets; no gate yet."""
     first = ops.grouped_gemm(rows, weights["w_in"], packed.offsets, weights["b_in"])
@@ -56,7 +60,7 @@ def test_packing():
 
 def test_eight_expert_calls_give_four_rows(weights):
     packed = ops.pack(IDS, 4)
-    y = grouped(weights, packed, ops.gather(weights["x"], packed.arrived_of_packed))
+    y = grouped(weights, packed, gather(weights, packed))
     assert y.shape == (8, 2)
     out = ops.weighted_sum(y, GATES, packed.packed_of_arrived)
     assert_close(out, per_token(weights), name="out")
@@ -68,7 +72,7 @@ def test_eight_expert_calls_give_four_rows(weights):
 def test_a_wrong_restore_index_shows(weights):
     """Rows of tokens A and C of expert 0 swapped on the way back."""
     packed = ops.pack(IDS, 4)
-    y = grouped(weights, packed, ops.gather(weights["x"], packed.arrived_of_packed))
+    y = grouped(weights, packed, gather(weights, packed))
     wrong = packed.packed_of_arrived.clone()
     wrong[[A, C], 0] = wrong[[C, A], 0]
     out = ops.weighted_sum(y, GATES, wrong)
@@ -90,7 +94,7 @@ def test_a_gate_on_the_input_shows(weights, activation, biased, equal):
         weights |= {name: torch.zeros_like(weights[name]) for name in ("b_in", "b_out")}
     packed = ops.pack(IDS, 4)
     gate = GATES[packed.arrived_of_packed, packed.choice_of_packed][:, None]
-    rows = gate * ops.gather(weights["x"], packed.arrived_of_packed)
+    rows = gate * gather(weights, packed)
     y = grouped(weights, packed, rows, activation)
     out, expected = (
         ops.weighted_sum(y, None, packed.packed_of_arrived),

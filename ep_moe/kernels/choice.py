@@ -1,0 +1,92 @@
+"""Which tile a grouped product runs with: the nearest of those measured on this kind of GPU.
+
+`tuned/<architecture>.json` holds what `ep-moe tune` found; EP_MOE_TILES names another such file.
+Without one for this GPU a default serves that every GPU can run.
+"""
+
+import functools
+import json
+import os
+from importlib import resources
+from math import log2
+from pathlib import Path
+from typing import NamedTuple
+
+from ep_moe.errors import ConfigError
+from ep_moe.kernels.tiles import Tile
+
+
+class Product(NamedTuple):
+    """What a tile is chosen for. rows: of an expert, the mean. depth: summed over. columns: of the
+    result.
+
+    Forms: hidden (rows to h, with the activation behind the product; columns are gate and up),
+    product (h to rows), gradient (d_out to d_pre, through the activation), dgrad (d_pre to rows),
+    wgrad (a weight's gradient: rows are summed over, depth and columns are the weight's).
+    """
+
+    form: str
+    itemsize: int
+    rows: int
+    depth: int
+    columns: int
+
+
+def tile_for(product: Product, arch: str, *, exact: bool = False) -> Tile:
+    """exact: whatever the number of rows, so that a row's result does not depend on it."""
+    if exact:
+        product = product._replace(rows=1024)
+    return _nearest(product, arch, os.environ.get("EP_MOE_TILES"))
+
+
+def default_tile(product: Product, arch: str) -> Tile:
+    """For what nobody has measured. Without descriptors it fits every GPU: 64 KiB of shared
+    memory."""
+    form, itemsize, rows, *_ = product
+    if itemsize == 4:
+        return Tile(32, 64, 32, warps=4, stages=2, step=16)
+    if arch not in ("sm_90", "sm_100"):
+        if rows <= 16:
+            return Tile(16, 64, 64, warps=4, stages=3)
+        return Tile(64 if rows <= 64 or form == "gradient" else 128, 64, 32, warps=4, stages=3)
+    if rows <= 16:
+        return Tile(16, 64, 128, warps=4, stages=4, tma=True)
+    if rows <= 64:
+        return Tile(64, 64, 64, warps=4, stages=4, tma=True)
+    if form == "gradient":
+        return Tile(128, 128, 64, warps=8, stages=4, tma=True)
+    return Tile(128, 128 if form == "hidden" else 256, 64, warps=8, stages=3, tma=True)
+
+
+def read_table(text: str, source: str) -> list[tuple[Product, Tile]]:
+    """Raises ConfigError for what is no table of tiles."""
+    try:
+        return [(Product(**row["product"]), Tile(**row["tile"])) for row in json.loads(text)]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(source, repr(error), "a file that `ep-moe tune` wrote") from error
+
+
+@functools.lru_cache(maxsize=4096)
+def _nearest(product: Product, arch: str, path: str | None) -> Tile:
+    alike = [
+        (other, tile)
+        for other, tile in _table(arch, path)
+        if (other.form, other.itemsize) == (product.form, product.itemsize)
+    ]
+    if not alike:
+        return default_tile(product, arch)
+    return min(alike, key=lambda entry: _distance(entry[0], product))[1]
+
+
+@functools.cache
+def _table(arch: str, path: str | None) -> list[tuple[Product, Tile]]:
+    if path:
+        return read_table(Path(path).read_text(), f"EP_MOE_TILES={path}")
+    file = resources.files("ep_moe.kernels") / "tuned" / f"{arch}.json"
+    return read_table(file.read_text(), file.name) if file.is_file() else []
+
+
+def _distance(a: Product, b: Product) -> float:
+    """Doublings between them."""
+    sizes = zip(a[2:], b[2:], strict=True)
+    return sum(abs(log2(max(m, 1) / max(n, 1))) for m, n in sizes)

@@ -1,0 +1,66 @@
+"""The whole expert MLP on the kernels, also where there is no GPU: the interpreter runs them."""
+
+import pytest
+import torch
+
+from ep_moe import ops
+from ep_moe.kernels import pack as pack_kernel
+from ep_moe.types import Packed
+from tests.helpers import small_config
+from tests.test_experts import compare, make_arrived, make_experts
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Every op takes its kernel. Buffers have room for all pairs that there might be."""
+    import sys
+
+    def pack(local_ids, num_experts, max_packed=None):
+        arrived, choice, packed, offsets = pack_kernel.pack(local_ids, num_experts)
+        return Packed(
+            arrived_of_packed=arrived,
+            choice_of_packed=choice,
+            packed_of_arrived=packed,
+            offsets=offsets,
+        )
+
+    monkeypatch.setattr(ops, "pack", pack)
+    for name in ("gather", "grouped_gemm", "hidden", "weighted_sum"):
+        module = sys.modules[f"ep_moe.ops.{name}"]
+        monkeypatch.setattr(module, "served_by_kernel", lambda x: x.dtype != torch.float64)
+
+
+@pytest.mark.parametrize("keep", ["pre_activation", "rows"])
+@pytest.mark.parametrize("gate_on", ["output", "input"])
+@pytest.mark.parametrize("mlp_bias", [False, True])
+@pytest.mark.parametrize("activation", ops.ACTIVATIONS)
+def test_equals_the_loop(activation, mlp_bias, gate_on, keep, kernels, device):
+    config = small_config(
+        activation=activation,
+        mlp_bias=mlp_bias,
+        gate_on=gate_on,
+        num_experts=5,
+        top_k=3,
+        experts_keep=keep,
+    )
+    experts = make_experts(config, torch.float32, device)
+    arrived = make_arrived(21, config, torch.float32, device)
+    compare(experts, arrived, torch.randn(21, 16, device=device))
+
+
+@pytest.mark.parametrize(
+    "rows,absent",
+    [(0, 0.0), (6, 1.0), (1, 0.0), (33, 0.9)],
+    ids=["no rows", "no row has an expert here", "one row", "most absent"],
+)
+@pytest.mark.parametrize("gate_on", ["output", "input"])
+def test_few_rows(gate_on, rows, absent, kernels, device):
+    config = small_config(mlp_bias=True, gate_on=gate_on)
+    arrived = make_arrived(rows, config, torch.float32, device, absent=absent)
+    compare(
+        make_experts(config, torch.float32, device),
+        arrived,
+        torch.randn(rows, 16, device=device),
+    )
