@@ -62,6 +62,8 @@ def sonicmoe(config: MoEConfig, experts: Experts) -> Peer:
             "0.1.15.post2 and torch-c-dlpack-ext, without their pin of torch, on Python 3.12"
         )
         raise missing(what, error) from error
+    if torch.cuda.get_device_capability(experts.w_down.device)[0] < 9:
+        raise Unavailable("its kernels start at Hopper")
     num_experts, top_k = config.num_experts, config.top_k
     w_gate_up = interleaved(experts.w_gate_up).requires_grad_()
 

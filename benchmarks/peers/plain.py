@@ -39,6 +39,8 @@ def torch_grouped_mm(config: MoEConfig, experts: Experts) -> Peer:
     by gathers in both directions, so that nothing is added by atomics or after a second sort."""
     require_plain_swiglu(config)
     w_gate_up, w_down = experts.w_gate_up, experts.w_down
+    if w_gate_up[0, 0].nbytes % 16 or w_down[0, 0].nbytes % 16:
+        raise Unavailable("grouped_mm takes rows of whole 16 bytes")
     numbers = torch.arange(config.num_experts, dtype=torch.int16, device=w_down.device)
 
     def run(x: Tensor, ids: Tensor, gate_weights: Tensor) -> Tensor:
