@@ -15,8 +15,14 @@ random, but does not sort the logits to choose.
 TFLOP/s are per rank and count 6*H*I*K*T operations for the routed experts of T tokens per rank, in
 scope layer also 6*H*J*T for shared experts of width J and 2*H*E*T for the router; three times that
 with the backward. tokens/s are of all ranks together. The time is the slowest rank's.
+
+Scope `moe` has two more. touched, of the forward: bytes of the weights of the experts that an input
+set's ids name (the mean over the sets) by the time. alive, of forward+backward on a GPU: x and all
+that a forward leaves allocated for its backward, such as rows, activations and indices; not y, not
+the ids and gate weights that it was given, and not the weights or a peer's copy of them.
 """
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -27,8 +33,9 @@ from torch import Tensor
 
 import ep_moe
 from benchmarks import harness, report
-from benchmarks.harness import Disagreement, Implementation, Method, Window, say
+from benchmarks.harness import Disagreement, Implementation, Method, Metrics, Window, say
 from benchmarks.peers import (
+    PACKAGES,
     PEERS,
     Peer,
     Unavailable,
@@ -141,7 +148,7 @@ class Bench:
         torch.manual_seed(config.seed)  # the same on every rank, and with it the router's weights
         with process.device:
             layer = ep_moe.MoELayer(config.moe, ep=process.group).to(config.torch_dtype)
-        recorder = Recorder.start(config.results, process, packages=("transformers",))
+        recorder = Recorder.start(config.results, process, packages=PACKAGES)
         return cls(config, layer, process, recorder, replay)
 
     @property
@@ -210,40 +217,61 @@ class Bench:
     def time_beside_peers(self, inputs: Sequence[Inputs], direction: Direction) -> None:
         """x, ids and gate weights to y: ours, each peer that agrees with it, the dense bound."""
         config, layer, experts = self.config.moe, self.layer, self.layer.experts
-        weights = (experts.w_gate_up, experts.w_down)
         with torch.no_grad():
             routings = [i.routing or layer.router(i.x, None)[0] for i in inputs]
+        forwards: dict[str, Callable[[], Tensor]] = {}
 
-        def calls(peer: Peer) -> list[Callable[[], Outputs]]:
-            made = []
+        def calls(name: str, peer: Peer) -> list[Callable[[], Outputs]]:
+            weights, made = peer.weights or (experts.w_gate_up, experts.w_down), []
             for i, routing in zip(inputs, routings, strict=True):
                 ids = routing.ids.to(peer.ids_dtype)
                 gates = routing.gate_weights.to(peer.gate_dtype, copy=True).requires_grad_()
                 run = partial(peer.run, i.x, ids, gates)
+                forwards.setdefault(name, run)
                 made.append(_call(direction, run, (i.x, gates, *weights), i.d_y))
             return made
 
         def our_moe(x: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
             return ep_moe.moe(x, ep_moe.Routing(ids, gates), experts, layer.transport)
 
-        def check(output: Outputs) -> None:
+        def check(peer: Peer, output: Outputs) -> None:
+            if isinstance(output, tuple):
+                d_x, d_gates, *d_weights = output
+                output = (d_x, d_gates, *peer.ours(*d_weights))
             error, limit = largest_error(output, ours[0]()), error_limit(self.config.torch_dtype)
             if not error <= limit:  # NaN too
                 raise Disagreement(f"its {direction} is {error:.1e} from ours, above {limit:g}")
 
         graphable = layer.transport.caps.graphable
-        ours = calls(Peer(our_moe, torch.int32, torch.float32, graphable))
+        ours = calls(OURS, Peer(our_moe, torch.int32, torch.float32, graphable))
         implementations = {OURS: Implementation(ours, graphable)}
         for name in self.config.peers:
             try:
                 peer = PEERS[name](config, experts)
             except Unavailable as reason:
                 say(f"skipped {name}: {reason}", self.process)
-            else:
-                implementations[name] = Implementation(calls(peer), peer.graphable, check)
+                continue
+            if direction == "forward+backward" and not peer.trains:
+                say(f"skipped {name}: it has no backward", self.process)
+                continue
+            implementations[name] = Implementation(
+                calls(name, peer), peer.graphable, partial(check, peer)
+            )
         dense = [_dense_call(direction, i.x, config, experts) for i in inputs]
         implementations[f"{CEILING}: dense"] = Implementation(dense, graphable=True)
-        self.record(self.case("moe", direction, len(inputs[0].x)), implementations)
+        touched = touched_bytes([routing.ids for routing in routings], experts)
+
+        def of_experts(name: str, ms: float) -> Metrics:
+            if name not in forwards:  # the ceiling has no experts
+                return {}
+            if direction == "forward":
+                return {"touched": (touched / ms / 1e9, "TB/s")}
+            if self.process.device.type != "cuda":
+                return {}
+            return {"alive": (alive_bytes(forwards[name], inputs[0].x) / 1e9, "GB")}
+
+        case = self.case("moe", direction, len(inputs[0].x))
+        self.record(case, implementations, of_experts)
 
     def case(self, scope: str, direction: Direction, tokens: int) -> dict[str, Any]:
         """What is measured; of the layer's fields those that differ from their defaults."""
@@ -261,9 +289,13 @@ class Bench:
         }
 
     def record(
-        self, case: Mapping[str, Any], implementations: Mapping[str, Implementation]
+        self,
+        case: Mapping[str, Any],
+        implementations: Mapping[str, Implementation],
+        more: Callable[[str, float], Metrics] = lambda name, ms: {},
     ) -> None:
-        """Time them beside each other, and keep and print each result as it comes."""
+        """Time them beside each other, and keep and print each result as it comes; `more` has an
+        implementation's other metrics, given its ms."""
         all_tokens = case["tokens"] * case["ranks"]
         count = operations(self.config.moe, case["tokens"], case["scope"], case["direction"])
         for name, method, window, timing in harness.compare(
@@ -276,6 +308,7 @@ class Bench:
             metrics = timing.metrics()
             metrics["tokens/s"] = (all_tokens / ms * 1e3, "tokens/s")
             metrics["TFLOP/s"] = (count / ms / 1e9, "TFLOP/s")
+            metrics |= more(name, ms)
             timed = {**case, "method": method, **asdict(window)}
             self.recorder.add("layer", name, timed, metrics)
             what = f"{case['scope']} {case['direction']}, {case['tokens']} tokens, {method}"
@@ -288,6 +321,20 @@ def operations(moe: ep_moe.MoEConfig, tokens: int, scope: str, direction: str) -
     if scope == "layer":
         count += 6 * moe.hidden_size * moe.shared_size + 2 * moe.hidden_size * moe.num_experts
     return count * tokens * (3 if direction == "forward+backward" else 1)
+
+
+def touched_bytes(ids: Sequence[Tensor], experts: ep_moe.Experts) -> float:
+    """Bytes of the weights of the experts in `ids`, the mean over the input sets."""
+    of_expert = experts.w_gate_up[0].nbytes + experts.w_down[0].nbytes
+    return statistics.mean(len(one.unique()) for one in ids) * of_expert
+
+
+def alive_bytes(forward: Callable[[], Tensor], x: Tensor) -> int:
+    """CUDA memory that is alive between forward and backward: x, and all that the forward has
+    allocated and not freed, but for y."""
+    before = torch.cuda.memory_allocated(x.device)
+    y = forward()
+    return torch.cuda.memory_allocated(x.device) - before - y.nbytes + x.nbytes
 
 
 def main(argv: Sequence[str] | None = None) -> None:

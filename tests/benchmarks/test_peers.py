@@ -4,6 +4,7 @@ import torch
 import ep_moe
 from benchmarks import peers
 from benchmarks.peers import PEERS, Unavailable, largest_error
+from benchmarks.peers.peer import halves, interleaved
 
 
 def build(name, layer):
@@ -13,24 +14,44 @@ def build(name, layer):
         pytest.skip(str(reason))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [4, 100])
 @pytest.mark.parametrize("name", PEERS)
-def test_a_peer_computes_what_we_do(name):
-    torch.manual_seed(0)
-    config = ep_moe.MoEConfig(hidden_size=32, intermediate_size=16, num_experts=16, top_k=3)
-    layer = ep_moe.MoELayer(config)
+def test_a_peer_computes_what_we_do(name, tokens, dtype, device):
+    config = ep_moe.MoEConfig(hidden_size=256, intermediate_size=128, num_experts=16, top_k=2)
+    layer = ep_moe.MoELayer(config).to(device, dtype)
     peer = build(name, layer)
-    x, d_y = torch.randn(2, 4, 32)  # 12 choices of 16 experts: some are empty
+    x, d_y = torch.randn(2, tokens, config.hidden_size, device=device).to(dtype)
     x.requires_grad_()
-    ids = layer.router(x, None)[0].ids
-    gates = torch.rand(4, 3, requires_grad=True)
-    leaves = (x, gates, layer.experts.w_gate_up, layer.experts.w_down)
+    ids = layer.router(x, None)[0].ids  # 8 choices leave experts without a row
+    gates = torch.rand(tokens, 2, device=device, requires_grad=True)
 
-    def outputs(y):
-        return y, *torch.autograd.grad(y, leaves, d_y)
+    def outputs(run, weights):
+        with torch.no_grad():
+            y = run()
+        if not peer.trains:
+            return (y,)
+        leaves = (x, gates, *(weights or (layer.experts.w_gate_up, layer.experts.w_down)))
+        return y, *torch.autograd.grad(run(), leaves, d_y)
 
-    ours = outputs(ep_moe.moe(x, ep_moe.Routing(ids, gates), layer.experts, layer.transport))
-    theirs = outputs(peer.run(x, ids.to(peer.ids_dtype), gates.to(peer.gate_dtype)))
-    assert largest_error(theirs, ours) < 1e-5
+    def our_moe():
+        return ep_moe.moe(x, ep_moe.Routing(ids, gates), layer.experts, layer.transport)
+
+    def their_moe():
+        return peer.run(x, ids.to(peer.ids_dtype), gates.to(peer.gate_dtype))
+
+    ours, (y, *gradients) = outputs(our_moe, None), outputs(their_moe, peer.weights)
+    if peer.trains:
+        gradients[2:] = peer.ours(*gradients[2:])
+    limit = 1e-5 if dtype == torch.float32 else peers.error_limit(dtype)
+    assert largest_error((y, *gradients), ours) < limit
+
+
+def test_gate_and_up_rows_interleaved_and_apart():
+    rows = torch.tensor([[[0.0], [1.0], [2.0], [10.0], [11.0], [12.0]]])
+    mixed = interleaved(rows)
+    assert mixed.flatten().tolist() == [0, 10, 1, 11, 2, 12]
+    assert torch.equal(halves(mixed), rows)
 
 
 @pytest.mark.parametrize("field", [{"mlp_bias": True}, {"activation": "swiglu_clamped"}])
