@@ -1,6 +1,10 @@
 """The `ep-moe` command."""
 
+from pathlib import Path
+from typing import Literal
+
 from ep_moe.config import MoEConfig
+from ep_moe.errors import BackendUnavailable
 
 
 def params(layer: str) -> str:
@@ -18,7 +22,44 @@ def params(layer: str) -> str:
     )
 
 
+def tune(
+    layer: str,
+    tokens: list[int],
+    ranks: int = 1,
+    training: bool = True,
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+    out: str | None = None,
+) -> str:
+    """Find the fastest tiles of a layer's grouped products on this GPU.
+
+    Args:
+        layer: a layer's YAML file, such as configs/deepseek_v3.yaml
+        tokens: tokens of a rank; one search for each
+        ranks: that share the experts
+        training: also the products of the backward
+        dtype: of rows and weights
+        out: the table to write or extend; by default tiles_<architecture>.json
+    """
+    import torch
+
+    from ep_moe import tune as tuning
+    from ep_moe.kernels.device import architecture
+
+    if not torch.cuda.is_available():
+        raise BackendUnavailable("ep-moe tune times kernels on a GPU, and there is none here")
+    device = torch.device("cuda", torch.cuda.current_device())
+    path = Path(out or f"tiles_{architecture(device)}.json")
+    config, kind = MoEConfig.from_yaml(layer), getattr(torch, dtype)
+    for count in tokens:
+        for timed in tuning.tune(
+            config, tokens=count, ranks=ranks, training=training, dtype=kind, device=device
+        ):
+            print(f"{timed.ms:9.4f} ms  {timed.product}  {timed.tile}", flush=True)
+            tuning.merge(path, [timed])
+    return f"wrote {path}: EP_MOE_TILES={path} makes a program use it"
+
+
 def main() -> None:
     from jsonargparse import auto_cli
 
-    print(auto_cli({"params": params}, prog="ep-moe"))
+    print(auto_cli({"params": params, "tune": tune}, prog="ep-moe"))

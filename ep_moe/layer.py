@@ -11,6 +11,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from ep_moe import check, ops
 from ep_moe.config import MoEConfig
 from ep_moe.dispatch import Transport, combine, dispatch, make_transport
 from ep_moe.errors import BackendUnavailable, ConfigError, InputError
@@ -129,22 +130,21 @@ class MoELayer(nn.Module):
 def moe(x: Tensor, routing: Routing, experts: Experts, transport: Transport) -> Tensor:
     """The layer for callers with their own router: x (T,H), routing of T tokens -> y (T,H).
 
-    `transport` comes from `make_transport(name, experts.ep)`. Checks the routing (one host sync on
-    a GPU).
+    `transport` comes from `make_transport(name, experts.ep)`. Checks the routing; its ids on a CPU,
+    with a transport that waits for the device anyway, and with EP_MOE_CHECK=1. Otherwise an id that
+    is no expert stops the GPU (a device-side assertion).
     """
     if x.ndim != 2 or x.shape[1] != experts.config.hidden_size:
         rule = f"(tokens, {experts.config.hidden_size})"
         raise InputError("x", f"of shape {tuple(x.shape)}", rule)
-    routing.validate(len(x), experts.config.num_experts)
+    look = not (x.is_cuda and transport.caps.graphable) or check.wanted()
+    routing.validate(len(x), experts.config.num_experts, values=look)
     return _moe(x, routing, experts, transport)
 
 
 def _moe(x: Tensor, routing: Routing, experts: Experts, transport: Transport) -> Tensor:
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise BackendUnavailable(
-            "an ep_moe layer cannot be captured in a CUDA graph yet: dispatch and the experts' "
-            "products read sizes on the host. Capture the parts around it"
-        )
+        _require_graphable(x, transport)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))  # the experts' weights follow
     elif x.dtype != experts.w_gate_up.dtype:
@@ -158,6 +158,16 @@ def _moe(x: Tensor, routing: Routing, experts: Experts, transport: Transport) ->
         y_NH = _exchange(x_NH, slot_routing, experts, transport)
         return sum_slots(y_NH, routing, gate_on=gate_on)
     return _exchange(x, routing, experts, transport)
+
+
+def _require_graphable(x: Tensor, transport: Transport) -> None:
+    if transport.caps.graphable and ops.served_by_kernel(x):
+        return
+    what = f"transport = {transport.name!r}" if not transport.caps.graphable else f"{x.dtype}"
+    raise BackendUnavailable(
+        f"with {what} an ep_moe layer cannot be captured in a CUDA graph: it reads sizes on the "
+        "host. Capture the parts around it, or a layer on one rank in bfloat16, float16 or float32"
+    )
 
 
 def _exchange(x: Tensor, routing: Routing, experts: Experts, transport: Transport) -> Tensor:

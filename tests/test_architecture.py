@@ -23,7 +23,7 @@ LEVELS = [
     {"exact"},
     {"experts", "routing", "dispatch", "state"},
     {"layer"},
-    {"training", "planner", "integrations"},
+    {"training", "planner", "integrations", "tune"},
     {"cli", "testing"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

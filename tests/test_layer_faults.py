@@ -2,6 +2,9 @@
 Those of routing, capacity and autograd are in test_public_faults.py and beside the functions."""
 
 import itertools
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -213,10 +216,65 @@ def test_one_norm_and_one_clip_for_all_ranks():
 @pytest.mark.gpu
 def test_capture_is_refused_in_words(require_gpu):
     """BB-93: better than a stale routing on replay, or torch's error about a stream."""
-    layer = small_layer(torch.float32, "cuda")
-    x = torch.randn(4, 8, device="cuda")
+    layer = small_layer(torch.float64, "cuda")
+    x = torch.randn(4, 8, device="cuda", dtype=torch.float64)
     layer(x)
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(ep_moe.BackendUnavailable, match="CUDA graph"), torch.cuda.graph(graph):
         layer(x)
     layer(x)  # and the device is as it was
+
+
+@pytest.mark.gpu
+def test_a_captured_layer_routes_what_it_is_given_at_replay(require_gpu):
+    """BB-93: other tokens, other experts, other sizes, forward and backward."""
+    layer = small_layer(torch.float32, "cuda")
+    x = torch.randn(64, 8, device="cuda", requires_grad=True)
+    leaves = (x, *layer.parameters())
+
+    def step():
+        y, _ = layer(x)
+        return y, torch.autograd.grad(y.square().sum(), leaves)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, grads = step()
+    for seed in range(3):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            x.copy_(torch.randn(64, 8))
+            x[: 20 * seed] = x[0]  # uneven: many tokens go where the first goes
+        graph.replay()
+        again, grads_again = step()
+        for got, expected in zip((y, *grads), (again, *grads_again), strict=True):
+            assert torch.equal(got, expected)
+
+
+BAD_ID = """
+import torch, ep_moe
+config = ep_moe.MoEConfig(hidden_size=16, intermediate_size=16, num_experts=4, top_k=1)
+layer = ep_moe.MoELayer(config).cuda()
+ids = torch.tensor([[0], [4]], dtype=torch.int32, device="cuda")
+routing = ep_moe.Routing(ids, torch.ones(2, 1, device="cuda"))
+ep_moe.moe(torch.ones(2, 16, device="cuda"), routing, layer.experts, layer.transport)
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("look", ["0", "1"])
+def test_an_id_that_is_no_expert_stops_the_gpu(look, require_gpu):
+    """In a process of its own, whose device is lost with it."""
+    done = subprocess.run(
+        [sys.executable, "-c", BAD_ID],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"EP_MOE_CHECK": look},
+    )
+    assert done.returncode != 0
+    said = "0 to 3" if look == "1" else "neither -1 nor an expert"
+    assert said in done.stderr + done.stdout

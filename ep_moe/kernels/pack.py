@@ -33,7 +33,7 @@ def pack(local_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, T
     local_ids = local_ids.contiguous()
     rows, top_k = local_ids.shape
     slots = rows * top_k
-    arrived, choice = local_ids.new_zeros(2, slots)
+    arrived, choice = local_ids.new_empty(2, slots)
     packed = torch.empty_like(local_ids)
     if not slots:
         return arrived, choice, packed, local_ids.new_zeros(num_experts + 1)
@@ -59,11 +59,16 @@ def pack(local_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, T
     return arrived, choice, packed, offsets
 
 
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit(do_not_specialize=["slots"], debug=True)
 def _count(ids, counts, slots, E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    """Stops at an id that is no expert: `_place` would write where it points, and the host does not
+    look at ids."""
     block = tl.program_id(0)
     slot = block * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(ids + slot, mask=slot < slots, other=-1).to(tl.int32)
+    tl.device_assert(
+        (expert >= -1) & (expert < E), "ep_moe: an id that is neither -1 nor an expert"
+    )
     bins = tl.histogram(expert, BINS, mask=expert >= 0)
     of_bin = tl.arange(0, BINS)
     tl.store(counts + block.to(tl.int64) * E + of_bin, bins, mask=of_bin < E)
@@ -120,3 +125,6 @@ def _place(
     tl.store(packed_of_arrived + slot, tl.where(here, packed, -1), mask=slot < slots)
     tl.store(arrived_of_packed + packed, slot // K, mask=here)
     tl.store(choice_of_packed + packed, slot % K, mask=here)
+    nobodys = (slot >= tl.max(ends)) & (slot < slots)  # packed rows behind the last expert's
+    tl.store(arrived_of_packed + slot, 0, mask=nobodys)
+    tl.store(choice_of_packed + slot, 0, mask=nobodys)

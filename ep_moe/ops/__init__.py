@@ -10,7 +10,10 @@ from ep_moe.ops.grouped_gemm import (
     grouped_bias_grad,
     grouped_gemm,
     grouped_gemm_dgrad,
+    grouped_gemm_dgrad_ref,
+    grouped_gemm_ref,
     grouped_gemm_wgrad,
+    grouped_gemm_wgrad_ref,
 )
 from ep_moe.ops.hidden import (
     Hidden,
@@ -18,6 +21,8 @@ from ep_moe.ops.hidden import (
     gate_of_packed,
     hidden,
     hidden_backward,
+    hidden_backward_ref,
+    hidden_ref,
     of_choice,
 )
 from ep_moe.ops.numerics import (
@@ -26,6 +31,7 @@ from ep_moe.ops.numerics import (
     gated,
     matmul,
     row_dot,
+    served_by_kernel,
     sigmoid,
     softmax,
     softplus,
@@ -42,7 +48,7 @@ from ep_moe.ops.select import (
     select,
     select_backward,
 )
-from ep_moe.ops.weighted_sum import weighted_sum, weighted_sum_backward
+from ep_moe.ops.weighted_sum import weighted_sum, weighted_sum_backward, weighted_sum_ref
 
 __all__ = [
     "ACTIVATIONS",
@@ -61,9 +67,14 @@ __all__ = [
     "grouped_bias_grad",
     "grouped_gemm",
     "grouped_gemm_dgrad",
+    "grouped_gemm_dgrad_ref",
+    "grouped_gemm_ref",
     "grouped_gemm_wgrad",
+    "grouped_gemm_wgrad_ref",
     "hidden",
     "hidden_backward",
+    "hidden_backward_ref",
+    "hidden_ref",
     "matmul",
     "needs_logits",
     "of_choice",
@@ -75,9 +86,11 @@ __all__ = [
     "sanitize",
     "select",
     "select_backward",
+    "served_by_kernel",
     "sigmoid",
     "softmax",
     "softplus",
     "weighted_sum",
     "weighted_sum_backward",
+    "weighted_sum_ref",
 ]

@@ -1,5 +1,7 @@
 """The whole expert MLP on the kernels, also where there is no GPU: the interpreter runs them."""
 
+import sys
+
 import pytest
 import torch
 
@@ -14,8 +16,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Every op takes its kernel. Buffers have room for all pairs that there might be."""
-    import sys
+    """Buffers have room for all pairs that there might be."""
 
     def pack(local_ids, num_experts, max_packed=None):
         arrived, choice, packed, offsets = pack_kernel.pack(local_ids, num_experts)
@@ -27,6 +28,11 @@ def kernels(monkeypatch):
         )
 
     monkeypatch.setattr(ops, "pack", pack)
+    use_kernels(monkeypatch)
+
+
+def use_kernels(monkeypatch):
+    """Every op takes its kernel, on a CPU too."""
     for name in ("gather", "grouped_gemm", "hidden", "weighted_sum"):
         module = sys.modules[f"ep_moe.ops.{name}"]
         monkeypatch.setattr(module, "served_by_kernel", lambda x: x.dtype != torch.float64)

@@ -7,6 +7,8 @@ from ep_moe import ops
 from ep_moe.kernels import pack as kernel
 from tests.helpers import random_local_ids
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 CASES = [
     (1, 1, 1, 0.0),
     (5, 2, 3, 0.4),
@@ -30,6 +32,8 @@ def test_the_same_order(rows, top_k, experts, absent, device):
     count = int(offsets[-1])
     assert torch.equal(arrived[:count], expected.arrived_of_packed)
     assert torch.equal(choice[:count], expected.choice_of_packed)
+    assert not arrived[count:].any()  # rows that stand for none may be read through it
+    assert not choice[count:].any()
 
 
 def test_all_to_one(device):

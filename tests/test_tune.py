@@ -1,0 +1,160 @@
+"""The search for tiles, and the tables that it leaves."""
+
+import itertools
+import json
+import time
+
+import pytest
+import torch
+
+from ep_moe import ConfigError, MoEConfig, tune
+from ep_moe.kernels import choice
+from ep_moe.kernels.choice import Product, default_tile, tile_for
+from ep_moe.kernels.tiles import Tile
+
+CPU = torch.device("cpu")
+SMALL = Tile(16, 16, 16, warps=4, stages=2)
+PRODUCT = Product("product", 2, 1024, 768, 2048)
+
+
+@pytest.fixture(autouse=True)
+def _forget(monkeypatch):
+    """What was read for one test is not read again for the next."""
+    monkeypatch.delenv("EP_MOE_TILES", raising=False)
+    choice._nearest.cache_clear()
+    choice._table.cache_clear()
+    yield
+    choice._nearest.cache_clear()
+    choice._table.cache_clear()
+
+
+def test_every_product_of_a_layer_is_run_with_what_it_is_named_for(monkeypatch):
+    """The product that a tile is stored under is the one that the ops ask for it by."""
+    config = MoEConfig(hidden_size=32, intermediate_size=24, num_experts=4, top_k=2)
+    flow = tune.operands(config, 16, 1, torch.float32, CPU)
+    tuned = [product for product, _ in tune.launches(flow, "swiglu", training=True)]
+    assert [product.form for product in tuned] == [
+        "hidden",
+        "product",
+        "gradient",
+        "dgrad",
+        "wgrad",
+        "wgrad",
+    ]
+    asked = []
+    monkeypatch.setattr(choice, "tile_for", lambda p, arch, exact: asked.append(p) or SMALL)
+    from ep_moe import ops
+    from tests.kernels.test_experts import use_kernels
+
+    use_kernels(monkeypatch)
+    out = ops.hidden(
+        flow.rows, flow.w_gate_up, flow.packed, None, gates=None, activation="swiglu", keep=True
+    )
+    offsets, index = flow.packed.offsets, {"arrived_of_packed": flow.packed.arrived_of_packed}
+    ops.grouped_gemm(out.h, flow.w_down, offsets)
+    grads = ops.hidden_backward(
+        flow.d_out, flow.w_down, flow.packed, out.pre, None, gates=flow.gates, activation="swiglu"
+    )
+    ops.grouped_gemm_dgrad(grads.pre, flow.w_gate_up, offsets)
+    ops.grouped_gemm_wgrad(grads.pre, flow.rows, offsets, gathered="x", **index)
+    ops.grouped_gemm_wgrad(flow.d_out, grads.weighted_h, offsets, gathered="d_y", **index)
+    assert asked == tuned
+
+
+def test_a_layer_is_tuned_from_start_to_end(monkeypatch):
+    monkeypatch.setattr(tune, "shapes", lambda product, arch: [SMALL, SMALL._replace(block_k=32)])
+    monkeypatch.setattr(tune, "ROUND_MS", 0.0)
+    monkeypatch.setattr(tune, "ROUNDS", 1)
+    config = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2)
+    options = {"tokens": 8, "ranks": 2, "dtype": torch.float32, "device": CPU}
+    found = list(tune.tune(config, **options))
+    assert len(found) == 6
+    assert {timed.product.rows for timed in found} == {8}  # 8 tokens, 2 choices, 2 experts here
+    assert len(list(tune.tune(config, training=False, **options))) == 2
+
+
+def test_the_fastest_wins_and_what_the_gpu_cannot_hold_is_passed_over(monkeypatch):
+    from triton.runtime.errors import OutOfResources
+
+    slow, fast, big = (SMALL._replace(block_k=k) for k in (32, 64, 128))
+
+    def launch(tile):
+        if tile.block_k == 128:
+            raise OutOfResources(1, 0, "shared memory")
+        time.sleep(0.001 if tile.block_k == 64 and tile.group_m == 4 else 0.005)
+
+    monkeypatch.setattr(tune, "shapes", lambda product, arch: [slow, fast, big])
+    monkeypatch.setattr(tune, "ROUND_MS", 1.0)
+    best = tune._best(PRODUCT, launch, [slow, fast, fast._replace(group_m=4), big], CPU)
+    assert best.tile == fast._replace(group_m=4)
+    with pytest.raises(RuntimeError, match="no tile runs for"):
+        tune._best(PRODUCT, launch, [big], CPU)
+
+
+def test_variants_never_flatten_a_weight_gradient():
+    """Its loop may have no round at all, and zeros to store all the same."""
+    for tile in (SMALL, default_tile(PRODUCT, "sm_90")):
+        found = tune.variants(tile, PRODUCT._replace(form="wgrad"))
+        assert not any(variant.flatten or variant.swap for variant in found)
+        assert any(variant.flatten for variant in tune.variants(tile, PRODUCT))
+
+
+def table(tmp_path, *entries):
+    path = tmp_path / "tiles.json"
+    tune.merge(path, [tune.Timed(product, tile, 1.0) for product, tile in entries])
+    return path
+
+
+def test_a_table_is_extended_and_its_entries_replaced(tmp_path):
+    other = PRODUCT._replace(rows=16)
+    path = table(tmp_path, (PRODUCT, SMALL), (other, SMALL))
+    table(tmp_path, (PRODUCT, SMALL._replace(stages=4)))
+    read = dict(choice.read_table(path.read_text(), str(path)))
+    assert read == {PRODUCT: SMALL._replace(stages=4), other: SMALL}
+
+
+def test_the_nearest_product_of_the_same_form_lends_its_tile(tmp_path, monkeypatch):
+    few, many = SMALL, SMALL._replace(stages=4)
+    path = table(tmp_path, (PRODUCT._replace(rows=8), few), (PRODUCT, many))
+    monkeypatch.setenv("EP_MOE_TILES", str(path))
+    for rows, expected in [(1, few), (16, few), (500, many), (100_000, many), (0, few)]:
+        assert tile_for(PRODUCT._replace(rows=rows), "sm_90") == expected
+    for other in (PRODUCT._replace(form="dgrad"), PRODUCT._replace(itemsize=4)):
+        assert tile_for(other, "sm_90") == default_tile(other, "sm_90")
+
+
+def test_exact_takes_one_tile_whatever_the_number_of_rows(tmp_path, monkeypatch):
+    path = table(tmp_path, (PRODUCT._replace(rows=8), SMALL), (PRODUCT, SMALL._replace(stages=4)))
+    monkeypatch.setenv("EP_MOE_TILES", str(path))
+    for arch in ("sm_90", "sm_80", "interpreter"):
+        tiles = {
+            tile_for(Product(form, 2, rows, 768, 2048), arch, exact=True)
+            for rows, form in itertools.product((0, 1, 16, 17, 4096), ("product", "hidden"))
+        }
+        assert len(tiles) == 2  # one for each form
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "not json",
+        "{}x",
+        '[{"tile": {}}]',
+        json.dumps([{"product": PRODUCT._asdict(), "tile": {"block_m": 16}}]),
+        json.dumps([{"product": {"form": "product"}, "tile": SMALL._asdict()}]),
+    ],
+)
+def test_a_file_that_is_no_table_is_refused(text, tmp_path, monkeypatch):
+    path = tmp_path / "tiles.json"
+    path.write_text(text)
+    monkeypatch.setenv("EP_MOE_TILES", str(path))
+    with pytest.raises(ConfigError, match=r"EP_MOE_TILES.*ep-moe tune"):
+        tile_for(PRODUCT, "sm_90")
+
+
+def test_without_a_gpu_the_command_says_so(monkeypatch):
+    from ep_moe import BackendUnavailable, cli
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BackendUnavailable, match="GPU"):
+        cli.tune("configs/tiny.yaml", [8])
