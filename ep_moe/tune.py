@@ -136,15 +136,18 @@ def shapes(product: Product, arch: str) -> list[Tile]:
     else:
         found = [
             Tile(128, 256, 64, 8, 3),
-            Tile(128, 256, 64, 8, 4),
             Tile(128, 128, 64, 8, 4),
             Tile(128, 128, 64, 4, 4),
-            Tile(128, 128, 64, 4, 3, per_sm=2),
+            Tile(128, 128, 64, 4, 3, per_sm=2, tma_store=False),
+            Tile(128, 256, 64, 8, 4, tma_store=False),
             Tile(128, 128, 32, 4, 4, per_sm=2),
             Tile(256, 128, 64, 8, 3),
             Tile(64, 256, 64, 4, 3),
             Tile(64, 128, 64, 4, 4, per_sm=2),
         ]
+    if product.form == "gradient":  # more in registers: fewer numbers for each thread
+        found = [t for t in found if t.block_m * t.block_n // t.warps <= 4096]
+        found += [t._replace(step=0) for t in found]
     if halved:
         found = [t._replace(block_n=t.block_n // 2) for t in found]
     return [default_tile(product, arch), *(t._replace(tma=tma) for t in found)]
@@ -157,8 +160,11 @@ def variants(tile: Tile, product: Product) -> list[Tile]:
         found.append(tile._replace(flatten=not tile.flatten))
         if tile.block_m <= 32:
             found.append(tile._replace(swap=not tile.swap))
+    if product.form in ("hidden", "gradient", "wgrad"):
+        found.append(tile._replace(copy=not tile.copy))
     if tile.tma:
         found.append(tile._replace(tma=False))
+        found.append(tile._replace(tma_store=not tile.tma_store))
     return found
 
 

@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ep_moe.kernels.activation import GATED, activate, slopes
+from ep_moe.kernels.activation_backward import activation_backward
+from ep_moe.kernels.gather import gather
 from ep_moe.kernels.tiles import (
     Tile,
     descriptor,
@@ -112,26 +114,37 @@ def hidden_backward(
     multiply the expert's output, or are None; then so is `gate`'s meaning."""
     halves = 2 if GATED[activation] else 1
     slots, width = len(pre), weight.shape[2]
+    pre = pre.view(slots, halves, width)
     d_pre, weighted_h = torch.empty_like(pre), d_out.new_empty(slots, 1, width)
-    d_gate = d_out.new_empty(triton.cdiv(width, tile.block_n), slots, dtype=torch.float32)
-    _launch(
-        tile,
-        d_out,
-        weight,
-        packed.offsets,
-        arrived_of_packed=packed.arrived_of_packed,
-        choice_of_packed=packed.choice_of_packed,
-        gates=gates,
-        y=weighted_h,
-        pre=pre.view(slots, halves, width),
-        d_pre=d_pre.view(slots, halves, width),
-        d_gate=d_gate,
-        TRANSPOSED=True,
-        ENDING="gradient",
-        ACTIVATION=activation,
-        PRECISION=precision,
-    )
-    return HiddenGrads(d_pre, weighted_h[:, 0], d_gate)
+    blocks = triton.cdiv(width, tile.block_n) if tile.step else 1
+    d_gate = d_out.new_empty(blocks, slots, dtype=torch.float32)
+    index, choice = packed.arrived_of_packed, packed.choice_of_packed
+    common = {"arrived_of_packed": index, "TRANSPOSED": True, "PRECISION": precision}
+    if tile.step:
+        _launch(
+            tile,
+            d_out,
+            weight,
+            packed.offsets,
+            choice_of_packed=choice,
+            gates=gates,
+            y=weighted_h,
+            pre=pre,
+            d_pre=d_pre,
+            d_gate=d_gate,
+            ENDING="gradient",
+            ACTIVATION=activation,
+            **common,
+        )
+    else:
+        d_h = torch.empty_like(weighted_h)
+        _launch(tile, d_out, weight, packed.offsets, y=d_h, ENDING="product", **common)
+        scale = None if gates is None else (gates, index, choice)
+        total = packed.offsets[-1:]
+        activation_backward(
+            d_h, pre, scale, total, d_pre, weighted_h, d_gate, activation=activation
+        )
+    return HiddenGrads(d_pre.flatten(1), weighted_h[:, 0], d_gate)
 
 
 def _launch(
@@ -167,7 +180,10 @@ def _launch(
     if not slots:
         return
     gathered = arrived_of_packed is not None
+    if gathered and tile.copy:
+        x, gathered = gather(x, arrived_of_packed, offsets), False
     tma = tile.tma and takes_descriptors(weight, None if gathered else x, y, pre, d_pre)
+    stores = tma and tile.tma_store
     step = min(tile.step, tile.block_n) if ENDING == "gradient" else tile.block_n
     operands: dict[str, Any] = {"x": x, "weight": weight, "y": y, "pre": pre, "d_pre": d_pre}
     if tma:
@@ -179,9 +195,10 @@ def _launch(
         else:
             by_half = weight.view(experts, weight_halves, columns, depth)
             operands["weight"] = descriptor(by_half, 1, weight_halves, n, k)
+    if stores:
         for name in ("y", "pre", "d_pre"):
             if operands[name] is not None and (name, ENDING) != ("pre", "gradient"):
-                operands[name] = ragged_descriptor(operands[name], m, step)
+                operands[name] = ragged_descriptor(operands[name], tile.block_m, step)
     _grouped_gemm[(programs(tile, most, y.device),)](
         **operands,
         bias=bias,
@@ -201,7 +218,9 @@ def _launch(
         ENDING=ENDING,
         ACTIVATION=ACTIVATION,
         PRECISION=PRECISION,
+        GATHER=gathered,
         TMA=tma,
+        TMA_STORE=stores,
         FLATTEN=tile.flatten,
         SWAP=tile.swap,
         STEP=step,
@@ -233,7 +252,9 @@ def _grouped_gemm(
     ENDING: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
+    GATHER: tl.constexpr,
     TMA: tl.constexpr,
+    TMA_STORE: tl.constexpr,
     FLATTEN: tl.constexpr,
     SWAP: tl.constexpr,
     STEP: tl.constexpr,
@@ -248,7 +269,7 @@ def _grouped_gemm(
     """
     WIDE: tl.constexpr = 2 * BLOCK_N if ENDING == "activation" and P == 2 else BLOCK_N
     COLUMNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    PACKED_TMA: tl.constexpr = TMA and arrived_of_packed is None
+    PACKED_TMA: tl.constexpr = TMA and not GATHER
     ends = tile_ends(offsets, E, EXPERTS, BLOCK_M, COLUMNS)
     for tile in tl.range(tl.program_id(0), tl.max(ends), tl.num_programs(0), flatten=FLATTEN):
         expert, end, row, block = place_of(tile, ends, offsets, BLOCK_M, COLUMNS, GROUP_M)
@@ -259,7 +280,7 @@ def _grouped_gemm(
         if arrived_of_packed is not None:
             arrived = tl.load(arrived_of_packed + packed)
         if not PACKED_TMA:
-            x_rows = x + arrived.to(tl.int64)[:, None] * K
+            x_rows = x + (arrived if GATHER else packed).to(tl.int64)[:, None] * K
         if not TMA:
             j = tl.arange(0, WIDE)
             w_column = j // BLOCK_N * N + tl.minimum(column + j % BLOCK_N, N - 1)
@@ -297,7 +318,7 @@ def _grouped_gemm(
             scale = tl.load(gates + arrived.to(tl.int64) * TOP_K + choice).to(tl.float32)[:, None]
         if ENDING == "product":
             acc = _biased(acc, bias, expert, 0, column, 1, N, BLOCK_N)
-            store_rows(y, acc, row, end, 0, column, 1, N, BLOCK_M, BLOCK_N, TMA)
+            store_rows(y, acc, row, end, 0, column, 1, N, BLOCK_M, BLOCK_N, TMA_STORE)
         elif ENDING == "activation":
             acc *= scale
             if P == 2:
@@ -305,21 +326,21 @@ def _grouped_gemm(
                 gate = _biased(gate, bias, expert, 0, column, P, N, BLOCK_N)
                 up = _biased(up, bias, expert, 1, column, P, N, BLOCK_N)
                 if pre is not None:
-                    store_rows(pre, gate, row, end, 0, column, P, N, BLOCK_M, BLOCK_N, TMA)
-                    store_rows(pre, up, row, end, 1, column, P, N, BLOCK_M, BLOCK_N, TMA)
+                    store_rows(pre, gate, row, end, 0, column, P, N, BLOCK_M, BLOCK_N, TMA_STORE)
+                    store_rows(pre, up, row, end, 1, column, P, N, BLOCK_M, BLOCK_N, TMA_STORE)
             else:
                 up = _biased(acc, bias, expert, 0, column, P, N, BLOCK_N)
                 gate = up
                 if pre is not None:
-                    store_rows(pre, up, row, end, 0, column, P, N, BLOCK_M, BLOCK_N, TMA)
+                    store_rows(pre, up, row, end, 0, column, P, N, BLOCK_M, BLOCK_N, TMA_STORE)
             h = activate(gate, up, ACTIVATION)
-            store_rows(y, h, row, end, 0, column, 1, N, BLOCK_M, BLOCK_N, TMA)
+            store_rows(y, h, row, end, 0, column, 1, N, BLOCK_M, BLOCK_N, TMA_STORE)
         else:
             tl.static_assert(ENDING == "gradient")
             ahead = _pre(pre, row, end, column, P, N, BLOCK_M, STEP)
             dot, ahead = _through_activation(
                 acc, ahead, scale, pre, d_pre, y, row, end, column,
-                P, N, ACTIVATION, BLOCK_M, BLOCK_N, STEP, TMA,
+                P, N, ACTIVATION, BLOCK_M, BLOCK_N, STEP, TMA_STORE,
             )  # fmt: skip
             r = row + tl.arange(0, BLOCK_M)
             tl.store(d_gate + block.to(tl.int64) * slots + r, dot, mask=r < end)

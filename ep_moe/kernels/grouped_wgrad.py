@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ep_moe.kernels.gather import gather
 from ep_moe.kernels.tiles import (
     Tile,
     descriptor,
@@ -36,6 +37,10 @@ def grouped_wgrad(
     d_y, x = d_y.contiguous(), x.contiguous()
     experts, m, n = len(offsets) - 1, d_y.shape[1], x.shape[1]
     d_weight = d_y.new_empty(experts, m, n) if into is None else into
+    if gathered and tile.copy:
+        rows = gather(x if gathered == "x" else d_y, arrived_of_packed, offsets)
+        d_y, x = (d_y, rows) if gathered == "x" else (rows, x)
+        arrived_of_packed = gathered = None
     operands: dict[str, Any] = {"d_y": d_y, "x": x, "d_weight": d_weight}
     tma = tile.tma and takes_descriptors(*(t for name, t in operands.items() if name != gathered))
     if tma:
@@ -43,6 +48,8 @@ def grouped_wgrad(
             operands["d_y"] = ragged_descriptor(d_y[:, None], tile.block_k, tile.block_m)
         if gathered != "x":
             operands["x"] = ragged_descriptor(x[:, None], tile.block_k, tile.block_n)
+    stores = tma and tile.tma_store
+    if stores:
         operands["d_weight"] = descriptor(d_weight, 1, tile.block_m, tile.block_n)
     tiles = experts * triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n)
     _grouped_wgrad[(programs(tile, tiles, x.device),)](
@@ -57,6 +64,7 @@ def grouped_wgrad(
         ADD=into is not None,
         PRECISION=precision,
         TMA=tma,
+        TMA_STORE=stores,
         **tile.constants,
     )
     return d_weight
@@ -104,6 +112,7 @@ def _grouped_wgrad(
     ADD: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
+    TMA_STORE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -137,7 +146,7 @@ def _grouped_wgrad(
             arrived = _arrived(arrived_of_packed, row + BLOCK_K, end, BLOCK_K)
         acc *= scale
         i, j = down + tl.arange(0, BLOCK_M), across + tl.arange(0, BLOCK_N)
-        if TMA:
+        if TMA_STORE:
             if ADD:
                 before = d_weight.load([expert, down, across]).reshape(BLOCK_M, BLOCK_N)
                 acc += before.to(tl.float32)

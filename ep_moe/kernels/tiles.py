@@ -30,8 +30,10 @@ class Tile(NamedTuple):
     group_m: int = 16  # row blocks that take turns on the same columns of the weight
     per_sm: int = 1
     tma: bool = False  # tensor descriptors: Hopper and later, rows of a multiple of 16 bytes
+    tma_store: bool = True  # results too: no wait for them, but memory that a stage could have
+    copy: bool = False  # gather rows into a packed copy first, for descriptors to read
     flatten: bool = False  # fetch the next tile's operands before this one is stored
-    step: int = 32  # columns that pass through the activation's gradient at a time
+    step: int = 32  # columns that pass through the activation's gradient at a time; 0: afterwards
     swap: bool = False  # multiply the transposes: for fewer rows than a tensor core wants
 
     @property
