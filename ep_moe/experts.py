@@ -197,7 +197,7 @@ def _gradients(ctx: Any, d_out: Tensor) -> list[Tensor | None]:
         activation=config.activation,
         numerics=numerics,
     )
-    gate = ops.gate_of_packed(gates, packed)
+    gate = ops.gate_of_packed(gates, packed) if needs_b_down or not on_output else None
     if needs_down:
         d_w_down = ops.grouped_gemm_wgrad(
             d_out,
@@ -220,7 +220,7 @@ def _gradients(ctx: Any, d_out: Tensor) -> list[Tensor | None]:
         d_b_gate_up = ops.grouped_bias_grad(grads.pre, offsets, scale=scale)
     if needs_gate_up:
         d_w_gate_up = ops.grouped_gemm_wgrad(
-            grads.pre if on_output else ops.gated(grads.pre, gate),
+            grads.pre if gate is None or on_output else ops.gated(grads.pre, gate),
             rows,
             offsets,
             arrived_of_packed=index,
