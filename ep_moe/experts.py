@@ -131,16 +131,8 @@ class _ExpertMLP(torch.autograd.Function):
     ) -> Tensor:
         with torch.profiler.record_function("ep_moe.permute"):
             packed = ops.pack(local_ids, len(w_gate_up), max_packed)
-        hidden = ops.hidden(
-            rows,
-            w_gate_up,
-            packed,
-            b_gate_up,
-            gates=gates if config.gate_on == "input" else None,
-            activation=config.activation,
-            keep=keep and config.experts_keep == "pre_activation",
-            numerics=config.numerics,
-        )
+        keep = keep and config.experts_keep == "pre_activation"
+        hidden = _hidden(rows, gates, w_gate_up, b_gate_up, packed, config, keep=keep)
         y = ops.grouped_gemm(hidden.h, w_down, packed.offsets, b_down, numerics=config.numerics)
         with torch.profiler.record_function("ep_moe.permute"):
             out_gates = gates if config.gate_on == "output" else None
@@ -163,6 +155,28 @@ class _ExpertMLP(torch.autograd.Function):
             return (*_gradients(ctx, d_out), *[None] * 5)
 
 
+def _hidden(
+    rows: Tensor,
+    gates: Tensor,
+    w_gate_up: Tensor,
+    b_gate_up: Tensor | None,
+    packed: Packed,
+    config: MoEConfig,
+    *,
+    keep: bool,
+) -> ops.Hidden:
+    return ops.hidden(
+        rows,
+        w_gate_up,
+        packed,
+        b_gate_up,
+        gates=gates if config.gate_on == "input" else None,
+        activation=config.activation,
+        keep=keep,
+        numerics=config.numerics,
+    )
+
+
 def _gradients(ctx: Any, d_out: Tensor) -> list[Tensor | None]:
     """Of rows, gates, w_gate_up, w_down, b_gate_up and b_down, each only where it is needed."""
     config, scale, numerics = ctx.config, ctx.grad_scale, ctx.config.numerics
@@ -176,16 +190,7 @@ def _gradients(ctx: Any, d_out: Tensor) -> list[Tensor | None]:
     d_rows = d_gates = d_w_gate_up = d_w_down = d_b_gate_up = d_b_down = None
 
     if pre is None:
-        again = ops.hidden(
-            rows,
-            w_gate_up,
-            packed,
-            b_gate_up,
-            gates=None if on_output else gates,
-            activation=config.activation,
-            keep=True,
-            numerics=numerics,
-        )
+        again = _hidden(rows, gates, w_gate_up, b_gate_up, packed, config, keep=True)
         pre = cast(Tensor, again.pre)
     grads = ops.hidden_backward(
         d_out,
