@@ -49,8 +49,9 @@ def default_tile(product: Product, arch: str) -> Tile:
         if rows <= 16:
             return Tile(16, 64, 64, warps=4, stages=3)
         return Tile(64 if rows <= 64 or form == "gradient" else 128, 64, 32, warps=4, stages=3)
-    if rows <= 16:
-        return Tile(16, 64, 128, warps=4, stages=4, tma=True)
+    if rows <= 16:  # several programs a multiprocessor: one reads while another changes tiles
+        stages, per_sm = (3, 2) if form == "hidden" else (4, 3)
+        return Tile(16, 64, 128, warps=4, stages=stages, per_sm=per_sm, tma=True)
     if rows <= 64:
         return Tile(64, 64, 64, warps=4, stages=4, tma=True)
     if form == "gradient":

@@ -208,7 +208,7 @@ def _launch(
         gates=gates,
         d_gate=d_gate,
         slots=slots,
-        E=experts,
+        experts=experts,
         EXPERTS=triton.next_power_of_2(experts),
         K=depth,
         N=columns,
@@ -228,7 +228,7 @@ def _launch(
     )
 
 
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit(do_not_specialize=["slots", "experts"])
 def _grouped_gemm(
     x,
     weight,
@@ -242,7 +242,7 @@ def _grouped_gemm(
     d_pre,
     d_gate,
     slots,
-    E: tl.constexpr,
+    experts,
     EXPERTS: tl.constexpr,
     K: tl.constexpr,
     N: tl.constexpr,
@@ -270,7 +270,7 @@ def _grouped_gemm(
     WIDE: tl.constexpr = 2 * BLOCK_N if ENDING == "activation" and P == 2 else BLOCK_N
     COLUMNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     PACKED_TMA: tl.constexpr = TMA and not GATHER
-    ends = tile_ends(offsets, E, EXPERTS, BLOCK_M, COLUMNS)
+    ends = tile_ends(offsets, experts, EXPERTS, BLOCK_M, COLUMNS)
     for tile in tl.range(tl.program_id(0), tl.max(ends), tl.num_programs(0), flatten=FLATTEN):
         expert, end, row, block = place_of(tile, ends, offsets, BLOCK_M, COLUMNS, GROUP_M)
         column = block * BLOCK_N

@@ -85,11 +85,11 @@ def ragged_descriptor(rows: Tensor, block_rows: int, block_columns: int) -> Any:
 
 
 @triton.jit
-def tile_ends(offsets, E: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS):
+def tile_ends(offsets, experts, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS):
     """(EXPERTS,): how many tiles the experts up to each one have, COLUMNS for BLOCK_M rows."""
     expert = tl.arange(0, EXPERTS)
-    start = tl.load(offsets + expert, mask=expert < E, other=0)
-    end = tl.load(offsets + expert + 1, mask=expert < E, other=0)
+    start = tl.load(offsets + expert, mask=expert < experts, other=0)
+    end = tl.load(offsets + expert + 1, mask=expert < experts, other=0)
     return tl.cumsum((end - start + BLOCK_M - 1) // BLOCK_M * COLUMNS)
 
 
