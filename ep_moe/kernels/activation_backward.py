@@ -16,13 +16,13 @@ def activation_backward(
     total: Tensor,
     d_pre: Tensor,
     weighted_h: Tensor,
-    d_gate: Tensor,
+    d_gate: Tensor | None,
     *,
     activation: str,
 ) -> None:
-    """d_h (S,1,I), pre (S,P,I) -> d_pre (S,P,I), weighted_h (S,1,I) and <d_h, h> of each row into
-    d_gate (1,S). scale_of_packed: gates (A,K), arrived_of_packed and choice_of_packed, None for
-    ones. Rows from `total` (1,) on are neither read nor written."""
+    """d_h (S,1,I), pre (S,P,I) -> d_pre (S,P,I), weighted_h (S,1,I) and, where it is given, <d_h, h>
+    of each row into d_gate (1,S). scale_of_packed: gates (A,K), arrived_of_packed and
+    choice_of_packed, None for ones. Rows from `total` (1,) on are neither read nor written."""
     slots, halves, width = pre.shape
     gates, arrived, choice = scale_of_packed or (None, None, None)
     _activation_backward[(triton.cdiv(slots, ROWS),)](
@@ -91,4 +91,5 @@ def _activation_backward(
         if P == 2:
             tl.store(d_pre + of_pre, (d * by_gate).to(dtype), mask=mask)
         tl.store(d_pre + of_pre + (P - 1) * N, (d * by_up).to(dtype), mask=mask)
-    tl.store(d_gate + row, dot, mask=owned)
+    if d_gate is not None:
+        tl.store(d_gate + row, dot, mask=owned)

@@ -32,7 +32,7 @@ from ep_moe.types import Packed
 class HiddenGrads(NamedTuple):
     pre: Tensor  # (S,P I)
     weighted_h: Tensor  # (S,I): gate * h
-    gate: Tensor  # (blocks,S) fp32, to be summed over the blocks
+    gate: Tensor | None  # (blocks,S) fp32, to be summed over the blocks
 
 
 def grouped_gemm(
@@ -111,13 +111,15 @@ def hidden_backward(
     tile: Tile,
 ) -> HiddenGrads:
     """d_out of arrived rows (A,H), the down projection's weight (E,H,I), pre (S,P I). gates (A,K)
-    multiply the expert's output, or are None; then so is `gate`'s meaning."""
+    multiply the expert's output, or are None; then nobody asks for their gradient."""
     halves = 2 if GATED[activation] else 1
     slots, width = len(pre), weight.shape[2]
     pre = pre.view(slots, halves, width)
     d_pre, weighted_h = torch.empty_like(pre), d_out.new_empty(slots, 1, width)
-    blocks = triton.cdiv(width, tile.block_n) if tile.step else 1
-    d_gate = d_out.new_empty(blocks, slots, dtype=torch.float32)
+    d_gate = None
+    if gates is not None:
+        blocks = triton.cdiv(width, tile.block_n) if tile.step else 1
+        d_gate = d_out.new_empty(blocks, slots, dtype=torch.float32)
     index, choice = packed.arrived_of_packed, packed.choice_of_packed
     common = {"arrived_of_packed": index, "TRANSPOSED": True, "PRECISION": precision}
     if tile.step:
@@ -139,7 +141,7 @@ def hidden_backward(
     else:
         d_h = torch.empty_like(weighted_h)
         _launch(tile, d_out, weight, packed.offsets, y=d_h, ENDING="product", **common)
-        scale = None if gates is None else (gates, index, choice)
+        scale = None if gates is None else (gates.contiguous(), index, choice)
         total = packed.offsets[-1:]
         activation_backward(
             d_h, pre, scale, total, d_pre, weighted_h, d_gate, activation=activation
@@ -167,6 +169,8 @@ def _launch(
     PRECISION: str,
 ) -> None:
     x, weight = x.contiguous(), weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    gates = None if gates is None else gates.contiguous()
     slots, _, columns = y.shape
     experts = len(weight)
     halves = pre.shape[1] if pre is not None else weight.shape[1] // columns
@@ -342,8 +346,9 @@ def _grouped_gemm(
                 acc, ahead, scale, pre, d_pre, y, row, end, column,
                 P, N, ACTIVATION, BLOCK_M, BLOCK_N, STEP, TMA_STORE,
             )  # fmt: skip
-            r = row + tl.arange(0, BLOCK_M)
-            tl.store(d_gate + block.to(tl.int64) * slots + r, dot, mask=r < end)
+            if d_gate is not None:
+                r = row + tl.arange(0, BLOCK_M)
+                tl.store(d_gate + block.to(tl.int64) * slots + r, dot, mask=r < end)
 
 
 @triton.jit

@@ -125,7 +125,7 @@ def hidden_backward(
     how = kernel_options("gradient", pre, len(pre) // experts, depth, columns, numerics)
     options = {"gates": gates, "activation": activation}
     grads = kernels.hidden_backward(d_out, weight, packed, pre, **options, **how)
-    if gates is None:
+    if grads.gate is None:
         return HiddenGrads(grads.pre, grads.weighted_h, None)
     d_gate = sum_parts(grads.gate, packed.packed_of_arrived)
     if bias is not None:
