@@ -20,8 +20,8 @@ def activation_backward(
     *,
     activation: str,
 ) -> None:
-    """d_h (S,1,I), pre (S,P,I) -> d_pre (S,P,I), weighted_h (S,1,I) and, where it is given, <d_h, h>
-    of each row into d_gate (1,S). scale_of_packed: gates (A,K), arrived_of_packed and
+    """d_h (S,1,I), pre (S,P,I) -> d_pre (S,P,I), weighted_h (S,1,I) and, where it is given, <d_h,
+    h> of each row into d_gate (1,S). scale_of_packed: gates (A,K), arrived_of_packed and
     choice_of_packed, None for ones. Rows from `total` (1,) on are neither read nor written."""
     slots, halves, width = pre.shape
     gates, arrived, choice = scale_of_packed or (None, None, None)
