@@ -23,7 +23,8 @@ def count(ids: Tensor, num_experts: int) -> Tensor:
     counts = torch.empty(blocks, num_experts, dtype=torch.int32, device=ids.device)
     if blocks:
         bins = max(triton.next_power_of_2(num_experts), 32)
-        _count[(blocks,)](ids, counts, slots, E=num_experts, BINS=bins, BLOCK=BLOCK)
+        sizes = {"E": num_experts, "BINS": bins, "BLOCK": BLOCK}
+        _count[(blocks,)](ids, counts, slots, **sizes, sanitize_overflow=False)
     return counts
 
 

@@ -36,7 +36,7 @@ from ep_moe.ops.numerics import (
     softmax,
     softplus,
 )
-from ep_moe.ops.pack import pack
+from ep_moe.ops.pack import count, pack
 from ep_moe.ops.router_logits import router_logits, router_logits_backward
 from ep_moe.ops.select import (
     SCORING,
@@ -59,6 +59,7 @@ __all__ = [
     "HiddenGrads",
     "Numerics",
     "Selected",
+    "count",
     "dense_probabilities",
     "gate_of_packed",
     "gated",

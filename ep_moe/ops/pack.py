@@ -1,4 +1,5 @@
-"""Order the (arrived row, local expert) pairs of a rank by expert. An index, not a copy.
+"""Order the (arrived row, local expert) pairs of a rank by expert. An index, not a copy. And count
+them.
 
 On a GPU three launches (`ep_moe.kernels.pack`), and a host sync unless it is known how many pairs
 there are at most.
@@ -51,3 +52,14 @@ def pack(local_ids: Tensor, num_local_experts: int, max_packed: int | None = Non
         packed_of_arrived=packed_of_arrived.view(rows, choices),
         offsets=offsets,
     )
+
+
+def count(ids: Tensor, num_experts: int) -> Tensor:
+    """How often each expert is named.  ids (..., T, K), -1 = nowhere -> (..., E) int64"""
+    if ids.is_cuda and ids.dtype == torch.int32 and ids.ndim == 2:
+        from ep_moe.kernels.pack import count as kernel
+
+        return kernel(ids.contiguous(), num_experts).sum(0, dtype=torch.int64)
+    slots = torch.where(ids < 0, num_experts, ids).flatten(-2).long()
+    counts = slots.new_zeros(*slots.shape[:-1], num_experts + 1)
+    return counts.scatter_add_(-1, slots, torch.ones_like(slots))[..., :num_experts]

@@ -9,15 +9,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ep_moe import ops
 from ep_moe.errors import InputError
 from ep_moe.types import RoutingStats
 
 
 def count_tokens(ids: Tensor, num_experts: int) -> Tensor:
     """n (..., E) int64 from ids (..., T, K); -1 counts nowhere, an expert without a token is 0."""
-    slots = torch.where(ids < 0, num_experts, ids).flatten(-2).long()
-    counts = slots.new_zeros(*slots.shape[:-1], num_experts + 1)
-    return counts.scatter_add_(-1, slots, torch.ones_like(slots))[..., :num_experts]
+    return ops.count(ids, num_experts)
 
 
 def aux_loss(
