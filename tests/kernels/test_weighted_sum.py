@@ -7,7 +7,7 @@ from ep_moe import ops
 from ep_moe.kernels.gather import gather
 from ep_moe.kernels.weighted_sum import sum_parts, weighted_sum
 from ep_moe.testing import assert_close
-from tests.helpers import random_local_ids
+from tests.helpers import LAYOUTS, in_layout, random_local_ids
 from tests.kernels.cases import dtypes_on, tolerance
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -58,7 +58,9 @@ def test_sum_parts(A, K, E, H, absent, blocks, device):
     index = packed.packed_of_arrived
     expected = torch.zeros(A, K, dtype=torch.float64, device=device)
     expected[index >= 0] = parts.double().sum(0)[index[index >= 0].long()]
-    assert_close(sum_parts(parts, index), expected, name="sum", tolerance=1e-6)
+    for layout in LAYOUTS[:2]:
+        got = sum_parts(parts, in_layout(index, layout))
+        assert_close(got, expected, name="sum", tolerance=1e-6)
 
 
 @pytest.mark.parametrize("A,K,E,H,absent", CASES)
