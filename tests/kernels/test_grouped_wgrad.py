@@ -83,6 +83,21 @@ def test_any_groups_and_widths(sizes, n_out, n_in, gathered, tile):
 
 
 @pytest.mark.parametrize("tile", OWN.values(), ids=OWN.keys())
+def test_into_a_view(tile, device):
+    """Of a buffer of all gradients, say; what lies beside it stays."""
+    sizes = (5, 0, 20)
+    d_y, x, _ = make(sizes, 24, 20, torch.float32, device, tail=0)
+    offsets, buffer = offsets_of(sizes, device), torch.randn(24, 3, 22, device=device)
+    before, view = buffer.clone(), buffer[:, :, :20].transpose(0, 1)
+    assert grouped_wgrad(d_y, x, offsets, into=view, tile=tile) is view
+    expected = before.double()
+    added = ops.grouped_gemm_wgrad(d_y.double(), x.double(), offsets)
+    expected[:, :, :20] += added.transpose(0, 1)
+    assert_close(buffer, expected, name="buffer", tolerance=tolerance(torch.float32))
+    assert torch.equal(buffer[:, :, 20:], before[:, :, 20:])
+
+
+@pytest.mark.parametrize("tile", OWN.values(), ids=OWN.keys())
 def test_a_nan_stays_with_its_expert(tile, device):
     """A block of rows reaches into the next expert's, and 0 * NaN is NaN."""
     sizes = (5, 20, 3)
