@@ -70,3 +70,13 @@ def test_few_rows(gate_on, rows, absent, kernels, device):
         arrived,
         torch.randn(rows, 16, device=device),
     )
+
+
+@pytest.mark.parametrize("gate_on", ["output", "input"])
+def test_rows_that_no_kernel_serves_in_buffers_with_room(gate_on, kernels, device):
+    """float64 on a GPU: the index comes from a kernel, with a tail that no expert owns, and torch
+    does the rest."""
+    config = small_config(mlp_bias=True, gate_on=gate_on)
+    arrived = make_arrived(21, config, torch.float64, device, absent=0.5)
+    d_out = torch.randn(21, 16, dtype=torch.float64, device=device)
+    compare(make_experts(config, torch.float64, device), arrived, d_out)
