@@ -152,6 +152,12 @@ def test_a_file_that_is_no_table_is_refused(text, tmp_path, monkeypatch):
         tile_for(PRODUCT, "sm_90")
 
 
+def test_a_table_that_is_not_there_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("EP_MOE_TILES", str(tmp_path / "nowhere.json"))
+    with pytest.raises(ConfigError, match=r"EP_MOE_TILES.*nowhere.*ep-moe tune"):
+        tile_for(PRODUCT, "sm_90")
+
+
 def test_without_a_gpu_the_command_says_so(monkeypatch):
     from ep_moe import BackendUnavailable, cli
 
