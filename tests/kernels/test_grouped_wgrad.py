@@ -82,6 +82,16 @@ def test_any_groups_and_widths(sizes, n_out, n_in, gathered, tile):
     check(tuple(sizes), n_out, n_in, torch.float32, device, tile, gathered)
 
 
+@pytest.mark.parametrize("gathered", [None, "d_y", "x"])
+@pytest.mark.parametrize("tile", OWN.values(), ids=OWN.keys())
+def test_no_rows_at_all(tile, gathered, device):
+    """Nor behind the last expert: no descriptor takes nothing."""
+    d_y, x, index = make((0, 0), 24, 40, torch.float32, device, tail=0)
+    options = {"arrived_of_packed": index.int(), "gathered": gathered} if gathered else {}
+    got = grouped_wgrad(d_y, x, offsets_of((0, 0), device), tile=tile, **options)
+    assert torch.equal(got, torch.zeros(2, 24, 40, device=device))
+
+
 @pytest.mark.parametrize("tile", OWN.values(), ids=OWN.keys())
 def test_into_a_view(tile, device):
     """Of a buffer of all gradients, say; what lies beside it stays."""
