@@ -61,6 +61,19 @@ def test_every_product_of_a_layer_is_run_with_what_it_is_named_for(monkeypatch):
     assert asked == tuned
 
 
+def test_one_of_several_ranks_has_its_share_of_experts_and_no_more_choices(monkeypatch):
+    config = MoEConfig(hidden_size=8, intermediate_size=4, num_experts=4, top_k=3)
+    flow = tune.operands(config, 6, 2, torch.float32, CPU)
+    assert flow.packed.packed_of_arrived.shape == (6, 2)
+    assert flow.w_down.shape == (2, 8, 4)
+    kept = []
+    monkeypatch.setattr(tune, "hidden", lambda *_, keep, **options: kept.append(keep))
+    for training in (True, False):
+        _, launch = next(tune.launches(flow, "swiglu", training=training))
+        launch(SMALL)
+    assert kept == [True, False]
+
+
 def test_the_fastest_shape_is_timed_again_with_its_variants(monkeypatch):
     timed = []
 
