@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from ep_moe import ops
+from ep_moe.kernels import activation_backward
 from ep_moe.kernels.grouped_gemm import hidden, hidden_backward
 from ep_moe.kernels.weighted_sum import sum_parts
 from ep_moe.testing import assert_close
@@ -22,6 +23,12 @@ SHAPES = {
     "none lives here": (6, 2, 3, 16, 16, 1.0),
     "one choice": (33, 1, 2, 24, 40, 0.0),
 }
+
+
+@pytest.fixture(autouse=True)
+def _several_passes(monkeypatch):
+    """Over a row of these widths, as over real ones."""
+    monkeypatch.setattr(activation_backward, "COLUMNS", 16)
 
 
 def make(A, K, E, H, width, absent, activation, dtype, device):
