@@ -43,10 +43,13 @@ def test_weighted_sum(A, K, E, H, absent, weighted, device):
 
 
 def test_in_the_order_of_the_choices(device):
-    """2^25 + 1 - 2^25 is 0 in fp32, and 1 in any other order."""
-    y = torch.tensor([[2.0**25], [1.0], [-(2.0**25)]], device=device)
-    index = torch.tensor([[0, 1, 2]], dtype=torch.int32, device=device)
-    assert weighted_sum(y, None, index).item() == 0.0
+    """1 + 2^25 - 2^25 is 0 in fp32, and 1 from behind; 2^25 - 2^25 + 1 is 1, and 0 from behind."""
+    y = torch.tensor([[1.0], [2.0**25], [-(2.0**25)]], device=device)
+    index = torch.tensor([[0, 1, 2], [1, 2, 0]], dtype=torch.int32, device=device)
+    assert weighted_sum(y, None, index).tolist() == [[0.0], [1.0]]
+    parts = y.expand(3, 2).contiguous()  # three blocks of two packed rows
+    assert sum_parts(parts, index[:1, :2]).tolist() == [[0.0, 0.0]]
+    assert sum_parts(parts[[1, 2, 0]], index[:1, :2]).tolist() == [[1.0, 1.0]]
 
 
 @pytest.mark.parametrize("blocks", [1, 5])
