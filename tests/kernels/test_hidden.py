@@ -53,6 +53,8 @@ def make(A, K, E, H, width, absent, activation, dtype, device):
     values = {name: torch.randn(shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}
     values["rows"] *= H**0.5
     values["d_out"] *= H**0.5
+    if activation == "swiglu_clamped":  # beyond its limits too
+        values["w_up"] *= 6
     gates = torch.rand(A, K).masked_fill(ids.cpu() < 0, torch.nan).to(device)
     return packed, long, gates, {k: v.to(device, dtype) for k, v in values.items()}
 
