@@ -28,6 +28,10 @@ def test_every_kernel_compiles(target):
     assert len({(row["kernel"], row["variant"]) for row in built}) == len(built) > 30
     products = [row for row in built if "bfloat16, 256 rows" in row["variant"]]
     assert len(products) == 6
+    if target.startswith("sm_"):  # fp32 is multiplied in fp32, unless TF32 is asked for
+        wide = [row for row in built if "float32, " in row["variant"]]
+        assert wide
+        assert [row for row in wide if row["HMMA"] or row["HGMMA"]] == []
     if target == "sm_80":  # a thread reads 16 bytes at a time, or they cannot be fetched ahead
         assert [row for row in products if row["LDG.E.U16"]] == []
     if target == "sm_90":
