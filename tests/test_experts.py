@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from ep_moe import ConfigError, ExpertParallel, Experts, oracle
+from ep_moe import ConfigError, ExpertParallel, Experts, ops, oracle
 from ep_moe.ops import ACTIVATIONS
 from ep_moe.testing import TOLERANCE, assert_close
 from ep_moe.types import Arrived
@@ -246,6 +246,21 @@ def test_it_keeps_neither_packed_rows_nor_the_output_of_the_down_projection(gate
     saved, S = saved_by(make_experts(small_config(gate_on=gate_on), device=device), 40, 0.3, device)
     assert S > 40
     assert not any(value.shape == (S, 16) for value in saved)
+
+
+@pytest.mark.parametrize("keep", ["pre_activation", "rows"])
+def test_it_makes_a_pre_activation_only_to_keep_it(keep, monkeypatch):
+    """Twice as large as anything else in an inference."""
+    hidden, made = ops.hidden, []
+    monkeypatch.setattr(ops, "hidden", lambda *a, **o: made.append(o["keep"]) or hidden(*a, **o))
+    config = small_config(experts_keep=keep)
+    experts, arrived = make_experts(config), make_arrived(9, config)
+    with torch.no_grad():
+        experts(arrived)
+    out = experts(arrived)
+    assert made == [False, keep == "pre_activation"]
+    out.sum().backward()
+    assert made[2:] == ([] if keep == "pre_activation" else [True])
 
 
 def test_an_expert_starts_alike_on_any_number_of_ranks():

@@ -11,6 +11,7 @@ from ep_moe import (
     MoELayer,
     Routing,
     moe,
+    ops,
     oracle,
     select_experts,
     total_aux,
@@ -328,3 +329,12 @@ def test_select_experts_and_moe_are_a_router_of_ones_own():
     routing = select_experts(x @ layer.router.weight.t(), layer.config)
     y = moe(x, routing, layer.experts, layer.transport)
     assert_close(y, layer(x)[0], name="y")
+
+
+def test_one_rank_knows_how_many_rows_it_packs_at_most(monkeypatch):
+    """Or a GPU would have to be asked."""
+    pack, asked = ops.pack, []
+    monkeypatch.setattr(ops, "pack", lambda *args: asked.append(args[2:]) or pack(*args))
+    layer = random_layer(small_config(top_k=3))
+    layer(torch.randn(5, 16, dtype=torch.float64))
+    assert asked == [(5 * 3,)]

@@ -61,6 +61,34 @@ def test_every_product_of_a_layer_is_run_with_what_it_is_named_for(monkeypatch):
     assert asked == tuned
 
 
+def test_one_of_several_ranks_has_its_share_of_experts_and_no_more_choices(monkeypatch):
+    config = MoEConfig(hidden_size=8, intermediate_size=4, num_experts=4, top_k=3)
+    flow = tune.operands(config, 6, 2, torch.float32, CPU)
+    assert flow.packed.packed_of_arrived.shape == (6, 2)
+    assert flow.w_down.shape == (2, 8, 4)
+    kept = []
+    monkeypatch.setattr(tune, "hidden", lambda *_, keep, **options: kept.append(keep))
+    for training in (True, False):
+        _, launch = next(tune.launches(flow, "swiglu", training=training))
+        launch(SMALL)
+    assert kept == [True, False]
+
+
+def test_the_fastest_shape_is_timed_again_with_its_variants(monkeypatch):
+    timed = []
+
+    def best(product, launch, tiles, device):
+        timed.append(tiles)
+        return tune.Timed(product, tiles[-1], 1.0)
+
+    monkeypatch.setattr(tune, "_best", best)
+    first = tune.shapes(PRODUCT, "interpreter")
+    found = tune.fastest(PRODUCT, lambda tile: None, CPU)
+    then = [first[-1], *tune.variants(first[-1], PRODUCT)]
+    assert timed == [first, then]
+    assert found.tile == then[-1]
+
+
 def test_a_layer_is_tuned_from_start_to_end(monkeypatch):
     monkeypatch.setattr(tune, "shapes", lambda product, arch: [SMALL, SMALL._replace(block_k=32)])
     monkeypatch.setattr(tune, "ROUND_MS", 0.0)
@@ -89,6 +117,23 @@ def test_the_fastest_wins_and_what_the_gpu_cannot_hold_is_passed_over(monkeypatc
     assert best.tile == fast._replace(group_m=4)
     with pytest.raises(RuntimeError, match="no tile runs for"):
         tune._best(PRODUCT, launch, [big], CPU)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_candidates_begin_with_the_default_and_suit_their_product(arch):
+    def of(form, rows=1024):
+        product = PRODUCT._replace(form=form, rows=rows)
+        first, *others = tune.shapes(product, arch)
+        assert first == default_tile(product, arch)
+        assert {tile.tma for tile in others} == {arch == "sm_90"}
+        return others
+
+    for rows in (1, 1024):
+        read = {2 * tile.block_n for tile in of("hidden", rows)}
+        assert read == {tile.block_n for tile in of("product", rows)}
+        through = of("gradient", rows)
+        assert {tile.step for tile in through} == {0, Tile(0, 0, 0, 0, 0).step}
+        assert max(tile.block_m * tile.block_n // tile.warps for tile in through) <= 4096
 
 
 def test_variants_never_flatten_a_weight_gradient():
@@ -149,6 +194,12 @@ def test_a_file_that_is_no_table_is_refused(text, tmp_path, monkeypatch):
     path.write_text(text)
     monkeypatch.setenv("EP_MOE_TILES", str(path))
     with pytest.raises(ConfigError, match=r"EP_MOE_TILES.*ep-moe tune"):
+        tile_for(PRODUCT, "sm_90")
+
+
+def test_a_table_that_is_not_there_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("EP_MOE_TILES", str(tmp_path / "nowhere.json"))
+    with pytest.raises(ConfigError, match=r"EP_MOE_TILES.*nowhere.*ep-moe tune"):
         tile_for(PRODUCT, "sm_90")
 
 

@@ -25,6 +25,7 @@ def activation_backward(
     choice_of_packed, None for ones. Rows from `total` (1,) on are neither read nor written."""
     slots, halves, width = pre.shape
     gates, arrived, choice = scale_of_packed or (None, None, None)
+    gates = None if gates is None else gates.contiguous()
     _activation_backward[(triton.cdiv(slots, ROWS),)](
         d_h,
         pre,

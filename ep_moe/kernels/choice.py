@@ -82,7 +82,12 @@ def _nearest(product: Product, arch: str, path: str | None) -> Tile:
 @functools.cache
 def _table(arch: str, path: str | None) -> list[tuple[Product, Tile]]:
     if path:
-        return read_table(Path(path).read_text(), f"EP_MOE_TILES={path}")
+        source = f"EP_MOE_TILES={path}"
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise ConfigError(source, repr(error), "a file that `ep-moe tune` wrote") from error
+        return read_table(text, source)
     file = resources.files("ep_moe.kernels") / "tuned" / f"{arch}.json"
     return read_table(file.read_text(), file.name) if file.is_file() else []
 

@@ -169,8 +169,7 @@ def _launch(
     PRECISION: str,
 ) -> None:
     x, weight = x.contiguous(), weight.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    gates = None if gates is None else gates.contiguous()
+    bias, gates = (t if t is None else t.contiguous() for t in (bias, gates))
     slots, _, columns = y.shape
     experts = len(weight)
     halves = pre.shape[1] if pre is not None else weight.shape[1] // columns
@@ -287,7 +286,9 @@ def _grouped_gemm(
             x_rows = x + (arrived if GATHER else packed).to(tl.int64)[:, None] * K
         if not TMA:
             j = tl.arange(0, WIDE)
-            w_column = j // BLOCK_N * N + tl.minimum(column + j % BLOCK_N, N - 1)
+            # Beyond the last column the first ones again: of N the compiler knows what divides it,
+            # and loads many columns at once.
+            w_column = j // BLOCK_N * N + (column + j % BLOCK_N) % N
             w_base = weight + expert.to(tl.int64) * (K * N * (WIDE // BLOCK_N))
 
         acc = tl.zeros([WIDE, BLOCK_M] if SWAP else [BLOCK_M, WIDE], tl.float32)

@@ -36,7 +36,7 @@ def grouped_wgrad(
     """
     d_y, x = d_y.contiguous(), x.contiguous()
     experts, m, n = len(offsets) - 1, d_y.shape[1], x.shape[1]
-    d_weight = d_y.new_empty(experts, m, n) if into is None else into
+    d_weight = d_y.new_empty(experts, m, n) if into is None else into.contiguous()
     if gathered and tile.copy:
         rows = gather(x if gathered == "x" else d_y, arrived_of_packed, offsets)
         d_y, x = (d_y, rows) if gathered == "x" else (rows, x)
@@ -48,7 +48,8 @@ def grouped_wgrad(
             operands["d_y"] = ragged_descriptor(d_y[:, None], tile.block_k, tile.block_m)
         if gathered != "x":
             operands["x"] = ragged_descriptor(x[:, None], tile.block_k, tile.block_n)
-    stores = tma and tile.tma_store
+    # A sum into wider numbers would need memory for them that the tile's stages have taken.
+    stores = tma and tile.tma_store and into is None
     if stores:
         operands["d_weight"] = descriptor(d_weight, 1, tile.block_m, tile.block_n)
     tiles = experts * triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n)
@@ -67,7 +68,9 @@ def grouped_wgrad(
         TMA_STORE=stores,
         **tile.constants,
     )
-    return d_weight
+    if into is None or into is d_weight:
+        return d_weight
+    return into.copy_(d_weight)
 
 
 def grouped_bias_grad(
@@ -93,6 +96,7 @@ def grouped_bias_grad(
         N=columns,
         ROWS=BIAS_ROWS,
         COLUMNS=BIAS_COLUMNS,
+        enable_fp_fusion=False,
     )
     return d_bias
 
@@ -147,9 +151,6 @@ def _grouped_wgrad(
         acc *= scale
         i, j = down + tl.arange(0, BLOCK_M), across + tl.arange(0, BLOCK_N)
         if TMA_STORE:
-            if ADD:
-                before = d_weight.load([expert, down, across]).reshape(BLOCK_M, BLOCK_N)
-                acc += before.to(tl.float32)
             block = acc.to(d_weight.dtype).reshape(1, BLOCK_M, BLOCK_N)
             d_weight.store([expert, down, across], block)
         else:
@@ -201,7 +202,8 @@ def _grouped_bias_grad(
         block = block.to(tl.float32)
         if gate_of_packed is not None:
             r = row + tl.arange(0, ROWS)
-            block *= tl.load(gate_of_packed + r, mask=r < end, other=0.0)[:, None]
+            gate = tl.load(gate_of_packed + r, mask=r < end, other=0.0).to(tl.float32)
+            block *= gate[:, None]
         acc += block
     c = column + tl.arange(0, COLUMNS)
     total = tl.sum(acc, axis=0) * scale

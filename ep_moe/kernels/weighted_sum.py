@@ -38,10 +38,10 @@ def weighted_sum(y: Tensor, gate_weights: Tensor | None, packed_of_arrived: Tens
 def sum_parts(parts: Tensor, packed_of_arrived: Tensor) -> Tensor:
     """parts (blocks,S) fp32 -> (A,K) fp32: for each choice the sum over the blocks of its packed
     row, in order; 0 where it has none."""
+    packed_of_arrived = packed_of_arrived.contiguous()
     out = torch.empty_like(packed_of_arrived, dtype=torch.float32)
     slots = packed_of_arrived.numel()
     if slots:
-        packed_of_arrived = packed_of_arrived.contiguous()
         blocks, stride = parts.shape
         _sum_parts[(triton.cdiv(slots, SLOTS),)](
             parts, packed_of_arrived, out, slots, stride, blocks, SLOTS=SLOTS

@@ -142,6 +142,8 @@ def grouped_gemm_wgrad_ref(
         assert arrived_of_packed is not None
         x = gather(x, arrived_of_packed, offsets) if gathered == "x" else x
         d_y = gather(d_y, arrived_of_packed, offsets) if gathered == "d_y" else d_y
+    if into is not None:  # what is added to it is not rounded to the rows' dtype before
+        x, d_y = x.to(into.dtype), d_y.to(into.dtype)
     groups = _groups(offsets, None, len(x))
     d_weight = x.new_zeros(len(offsets) - 1, d_y.shape[1], x.shape[1])
     for e, rows in groups:

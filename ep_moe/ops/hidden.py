@@ -183,6 +183,6 @@ def _gate_grad_of_bias(d_out: Tensor, bias: Tensor, packed: Packed, numerics: Nu
 
 
 def _expert_of_packed(offsets: Tensor, num_rows: int) -> Tensor:
-    """offsets [0,2,2,5] -> [0,0,2,2,2]"""
+    """offsets [0,2,2,5], 6 rows -> [0,0,2,2,2,2]: a row that no expert owns has the last one"""
     rows = torch.arange(num_rows, device=offsets.device)
-    return torch.searchsorted(offsets[1:].long(), rows, right=True)
+    return torch.searchsorted(offsets[1:-1].long(), rows, right=True)

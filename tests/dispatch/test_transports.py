@@ -55,6 +55,7 @@ def moves(rank, name, tokens, choice):
         "rows": rows.clone(),
         "gates": gates.clone(),
         "local_ids": plan.local_ids.clone(),
+        "max_packed": plan.max_packed,
         "replayed": transport.replay(plan, x).clone(),
         "back_rows": back_rows,
         "combined": transport.combine(plan, back_rows).clone(),
@@ -108,6 +109,7 @@ def check_moves(name, tokens, choice, ranks):
         assert_close(got["rows"], rows, name="arrived rows", tolerance=0.0)
         assert_close(got["replayed"], rows, name="replayed rows", tolerance=0.0)
         here = local_ids >= 0
+        assert int(here.sum()) <= got["max_packed"] <= local_ids.numel()
         assert_close(got["gates"][here], gates[here], name="gates", tolerance=0.0)
         assert got["repeats"] or not TRANSPORTS[name].caps.deterministic
     # <dispatch(x), r> = <x, combine(r)>, summed over ranks: each is the other's transpose

@@ -91,6 +91,19 @@ def experts(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
     bias_grad = grouped_wgrad.grouped_bias_grad
     gathered = {"arrived_of_packed": ints(T * K), "gate_of_packed": floats(T * K)}
     yield "", lambda: bias_grad(empty(T, H), ints(E + 1), **gathered)
+    wide = gathered | {"gate_of_packed": floats(T * K).double()}
+    yield "gates in float64", lambda: bias_grad(empty(T, H), ints(E + 1), **wide)
+    product = choice.Product("wgrad", 2, T * K // E, H, WIDTH)
+    yield (
+        "into float32",
+        lambda: grouped_wgrad.grouped_wgrad(
+            empty(T * K, H),
+            empty(T * K, WIDTH),
+            ints(E + 1),
+            into=floats(E, H, WIDTH),
+            tile=choice.tile_for(product, arch),
+        ),
+    )
 
 
 def products(

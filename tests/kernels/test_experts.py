@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from ep_moe import ops
+from ep_moe.kernels import choice
 from ep_moe.kernels import pack as pack_kernel
 from ep_moe.types import Packed
 from tests.helpers import small_config
+from tests.kernels.cases import TILES
 from tests.test_experts import compare, make_arrived, make_experts
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -70,3 +72,32 @@ def test_few_rows(gate_on, rows, absent, kernels, device):
         arrived,
         torch.randn(rows, 16, device=device),
     )
+
+
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+def test_exact_asks_for_tiles_that_do_not_depend_on_the_rows(
+    numerics, kernels, device, monkeypatch
+):
+    """Every product, forward and backward."""
+    asked = []
+
+    def tile_for(product, arch, *, exact):
+        asked.append((product.form, exact))
+        return TILES["pointers"]
+
+    monkeypatch.setattr(choice, "tile_for", tile_for)
+    config = small_config(numerics=numerics)
+    arrived = make_arrived(9, config, torch.float32, device)
+    make_experts(config, torch.float32, device)(arrived).sum().backward()
+    forms = ["hidden", "product", "gradient", "wgrad", "wgrad", "dgrad"]
+    assert asked == [(form, numerics == "exact") for form in forms]
+
+
+@pytest.mark.parametrize("gate_on", ["output", "input"])
+def test_rows_that_no_kernel_serves_in_buffers_with_room(gate_on, kernels, device):
+    """float64 on a GPU: the index comes from a kernel, with a tail that no expert owns, and torch
+    does the rest."""
+    config = small_config(mlp_bias=True, gate_on=gate_on)
+    arrived = make_arrived(21, config, torch.float64, device, absent=0.5)
+    d_out = torch.randn(21, 16, dtype=torch.float64, device=device)
+    compare(make_experts(config, torch.float64, device), arrived, d_out)

@@ -84,6 +84,31 @@ def test_any_groups_and_widths(sizes, n_out, n_in, gathered, tile):
     check(tuple(sizes), n_out, n_in, torch.float32, device, tile, gathered)
 
 
+@pytest.mark.parametrize("gathered", [None, "d_y", "x"])
+@pytest.mark.parametrize("tile", OWN.values(), ids=OWN.keys())
+def test_no_rows_at_all(tile, gathered, device):
+    """Nor behind the last expert: no descriptor takes nothing."""
+    d_y, x, index = make((0, 0), 24, 40, torch.float32, device, tail=0)
+    options = {"arrived_of_packed": index.int(), "gathered": gathered} if gathered else {}
+    got = grouped_wgrad(d_y, x, offsets_of((0, 0), device), tile=tile, **options)
+    assert torch.equal(got, torch.zeros(2, 24, 40, device=device))
+
+
+@pytest.mark.parametrize("tile", OWN.values(), ids=OWN.keys())
+def test_into_a_view(tile, device):
+    """Of a buffer of all gradients, say; what lies beside it stays."""
+    sizes = (5, 0, 20)
+    d_y, x, _ = make(sizes, 24, 20, torch.float32, device, tail=0)
+    offsets, buffer = offsets_of(sizes, device), torch.randn(24, 3, 22, device=device)
+    before, view = buffer.clone(), buffer[:, :, :20].transpose(0, 1)
+    assert grouped_wgrad(d_y, x, offsets, into=view, tile=tile) is view
+    expected = before.double()
+    added = ops.grouped_gemm_wgrad(d_y.double(), x.double(), offsets)
+    expected[:, :, :20] += added.transpose(0, 1)
+    assert_close(buffer, expected, name="buffer", tolerance=tolerance(torch.float32))
+    assert torch.equal(buffer[:, :, 20:], before[:, :, 20:])
+
+
 @pytest.mark.parametrize("tile", OWN.values(), ids=OWN.keys())
 def test_a_nan_stays_with_its_expert(tile, device):
     """A block of rows reaches into the next expert's, and 0 * NaN is NaN."""

@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from ep_moe import ops
+from ep_moe.kernels import activation_backward
 from ep_moe.kernels.grouped_gemm import hidden, hidden_backward
 from ep_moe.kernels.weighted_sum import sum_parts
 from ep_moe.testing import assert_close
 from ep_moe.types import Packed
-from tests.helpers import random_local_ids
+from tests.helpers import LAYOUTS, in_layout, random_local_ids
 from tests.kernels.cases import TILES, dtypes_on, one_of, tolerance
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -22,6 +23,12 @@ SHAPES = {
     "none lives here": (6, 2, 3, 16, 16, 1.0),
     "one choice": (33, 1, 2, 24, 40, 0.0),
 }
+
+
+@pytest.fixture(autouse=True)
+def _several_passes(monkeypatch):
+    """Over a row of these widths, as over real ones."""
+    monkeypatch.setattr(activation_backward, "COLUMNS", 16)
 
 
 def make(A, K, E, H, width, absent, activation, dtype, device):
@@ -46,6 +53,8 @@ def make(A, K, E, H, width, absent, activation, dtype, device):
     values = {name: torch.randn(shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}
     values["rows"] *= H**0.5
     values["d_out"] *= H**0.5
+    if activation == "swiglu_clamped":  # beyond its limits too
+        values["w_up"] *= 6
     gates = torch.rand(A, K).masked_fill(ids.cpu() < 0, torch.nan).to(device)
     gates = gates.t().contiguous().t()  # as it may come from a caller's own router
     return packed, long, gates, {k: v.to(device, dtype) for k, v in values.items()}
@@ -108,6 +117,25 @@ def test_both_ways(name, activation, gate_on, shape, device):
             d_gate = sum_parts(got.gate, packed.packed_of_arrived)
             # in fp32 of the rounded pre-activation; afterwards also of a rounded d_h
             assert_close(d_gate, right.gate, name="d_gate", tolerance=1e-5 if tile.step else limit)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["pointers", "activation afterwards"])
+def test_layouts_of_gates(name, layout, device):
+    """A caller's own router may hand over any."""
+    made = make(*SHAPES["even"], "swiglu", torch.float32, device)
+    packed, long, gates, v = made
+    S, options = len(packed.arrived_of_packed), {"activation": "swiglu", "tile": TILES[name]}
+    strided = in_layout(gates, layout)
+    h, pre = hidden(v["rows"], v["w_up"], long, gates=gates, keep=True, **options)
+    again, _ = hidden(v["rows"], v["w_up"], long, gates=strided, keep=True, **options)
+    assert torch.equal(again[:S], h[:S])
+    expected, got = (
+        hidden_backward(v["d_out"], v["w_down"], long, pre, gates=g, **options)
+        for g in (gates, strided)
+    )
+    assert torch.equal(got.pre[:S], expected.pre[:S])
+    assert torch.equal(got.weighted_h[:S], expected.weighted_h[:S])
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

@@ -7,7 +7,7 @@ from ep_moe import ops
 from ep_moe.kernels.gather import gather
 from ep_moe.kernels.weighted_sum import sum_parts, weighted_sum
 from ep_moe.testing import assert_close
-from tests.helpers import random_local_ids
+from tests.helpers import LAYOUTS, in_layout, random_local_ids
 from tests.kernels.cases import dtypes_on, tolerance
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -43,10 +43,13 @@ def test_weighted_sum(A, K, E, H, absent, weighted, device):
 
 
 def test_in_the_order_of_the_choices(device):
-    """2^25 + 1 - 2^25 is 0 in fp32, and 1 in any other order."""
-    y = torch.tensor([[2.0**25], [1.0], [-(2.0**25)]], device=device)
-    index = torch.tensor([[0, 1, 2]], dtype=torch.int32, device=device)
-    assert weighted_sum(y, None, index).item() == 0.0
+    """1 + 2^25 - 2^25 is 0 in fp32, and 1 from behind; 2^25 - 2^25 + 1 is 1, and 0 from behind."""
+    y = torch.tensor([[1.0], [2.0**25], [-(2.0**25)]], device=device)
+    index = torch.tensor([[0, 1, 2], [1, 2, 0]], dtype=torch.int32, device=device)
+    assert weighted_sum(y, None, index).tolist() == [[0.0], [1.0]]
+    parts = y.expand(3, 2).contiguous()  # three blocks of two packed rows
+    assert sum_parts(parts, index[:1, :2]).tolist() == [[0.0, 0.0]]
+    assert sum_parts(parts[[1, 2, 0]], index[:1, :2]).tolist() == [[1.0, 1.0]]
 
 
 @pytest.mark.parametrize("blocks", [1, 5])
@@ -58,7 +61,9 @@ def test_sum_parts(A, K, E, H, absent, blocks, device):
     index = packed.packed_of_arrived
     expected = torch.zeros(A, K, dtype=torch.float64, device=device)
     expected[index >= 0] = parts.double().sum(0)[index[index >= 0].long()]
-    assert_close(sum_parts(parts, index), expected, name="sum", tolerance=1e-6)
+    for layout in LAYOUTS[:2]:
+        got = sum_parts(parts, in_layout(index, layout))
+        assert_close(got, expected, name="sum", tolerance=1e-6)
 
 
 @pytest.mark.parametrize("A,K,E,H,absent", CASES)

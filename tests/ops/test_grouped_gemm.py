@@ -131,6 +131,18 @@ def test_scale_multiplies_the_parameter_gradients(scale, device):
     assert_close(got, d_bias * scale, name="d_bias")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@SIZES
+def test_a_weight_gradient_is_added_to_a_wider_one_and_rounded_once(sizes, dtype, device):
+    x, weight, bias, d_y = make(sizes, 17, 5, dtype, device)
+    wide = torch.promote_types(dtype, torch.float32)
+    main = torch.randn(weight.shape, dtype=wide, device=device)
+    expected = main.double() + gradients(x, weight, bias, d_y, sizes)[1] / 3
+    got = ops.grouped_gemm_wgrad(d_y, x, offsets_of(sizes, device), scale=1 / 3, into=main)
+    assert got is main
+    assert_close(got, expected, name="sum", tolerance=tolerance(wide))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @SIZES
 def test_rows_past_the_last_offset_are_not_read(sizes, dtype, device):

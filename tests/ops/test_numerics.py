@@ -146,3 +146,15 @@ def test_both_ends_of_the_number_line(name, expected, dtype, device):
     assert got[1, 3:].isfinite().all()
     if name == "sigmoid":
         assert got[1, :2].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("asked", ["ieee", "tf32"])
+def test_kernels_multiply_in_tf32_only_where_torch_would_and_never_in_exact(asked):
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    torch.backends.cuda.matmul.fp32_precision = asked
+    try:
+        assert numerics.fp32_precision(gpu, "fast") == asked
+        assert numerics.fp32_precision(gpu, "exact") == "ieee"
+        assert numerics.fp32_precision(cpu, "fast") == "ieee"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"

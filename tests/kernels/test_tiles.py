@@ -1,0 +1,27 @@
+"""What the interpreter would take and a GPU would not."""
+
+import pytest
+import torch
+
+from ep_moe.kernels.tiles import Tile, programs, takes_descriptors
+
+GOOD = torch.empty(4, 8)
+REFUSED = {
+    "rows of 24 bytes": torch.empty(4, 6),
+    "not aligned": torch.empty(33)[1:].view(4, 8),
+    "no rows": torch.empty(0, 8),
+    "no columns": torch.empty(4, 0),
+}
+
+
+@pytest.mark.parametrize("bad", REFUSED.values(), ids=REFUSED.keys())
+def test_what_a_descriptor_cannot_address(bad):
+    assert takes_descriptors(GOOD, None, GOOD.half())
+    assert not takes_descriptors(GOOD, bad)
+    assert not takes_descriptors(bad, None)
+
+
+def test_programs_are_at_most_one_a_tile(monkeypatch):
+    monkeypatch.setattr("ep_moe.kernels.tiles.multiprocessors", lambda device: 7)
+    twice = Tile(16, 16, 16, warps=4, stages=2, per_sm=2)
+    assert [programs(twice, tiles, GOOD.device) for tiles in (1, 13, 14, 99)] == [1, 13, 14, 14]
