@@ -9,6 +9,7 @@ when rank r holds the r-th contiguous chunk of the batch. The origin keeps y of 
 All of it is for one number of threads, the same in every process of every run that is compared: a
 library shares out a product, even one block of it, by how many there are. torchrun gives each of
 several ranks one thread unless OMP_NUM_THREADS is set; a process started by hand takes all cores.
+And on a GPU for one table of tiles (`kernels.choice`), whose depth is the order of a sum.
 """
 
 from typing import Any

@@ -78,6 +78,10 @@ class MoELayer(nn.Module):
         (`total_aux`). y at padding is 0, from the shared experts too. Raises InputError for a
         wrong shape or dtype.
         """
+        with torch.cuda.device_of(x):  # where Triton launches, whatever device is current
+            return self._forward(x, padding_mask)
+
+    def _forward(self, x: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, RoutingStats]:
         x_TH, mask_T = self._flatten(x, padding_mask)
         refuse_reentrant_checkpoint()
         self._refuse_ddp_on_experts()
@@ -139,7 +143,8 @@ def moe(x: Tensor, routing: Routing, experts: Experts, transport: Transport) -> 
         raise InputError("x", f"of shape {tuple(x.shape)}", rule)
     look = not (x.is_cuda and transport.caps.graphable) or check.wanted()
     routing.validate(len(x), experts.config.num_experts, values=look)
-    return _moe(x, routing, experts, transport)
+    with torch.cuda.device_of(x):
+        return _moe(x, routing, experts, transport)
 
 
 def _moe(x: Tensor, routing: Routing, experts: Experts, transport: Transport) -> Tensor:

@@ -126,7 +126,7 @@ def shapes(product: Product, arch: str) -> list[Tile]:
     halved = product.form == "hidden"  # two columns of the weight for each of h
     if product.itemsize == 4:
         found = [Tile(m, n, 32, 4, s) for m in (32, 64) for n in (32, 64) for s in (2, 3)]
-    elif product.rows <= 16:
+    elif product.rows <= 16 and product.form != "wgrad":
         found = [
             Tile(16, n, k, 4, stages, per_sm=per_sm)
             for n, k in ((32, 128), (64, 128), (128, 64), (128, 128), (64, 256), (32, 256))
@@ -146,7 +146,7 @@ def shapes(product: Product, arch: str) -> list[Tile]:
             Tile(64, 128, 64, 4, 4, per_sm=2),
         ]
     if product.form == "gradient":  # more in registers: fewer numbers for each thread
-        found = [t for t in found if t.block_m * t.block_n // t.warps <= 4096]
+        found = [t for t in found if t.block_m * t.block_n // t.warps <= 2048]
         found += [t._replace(step=0) for t in found]
     if halved:
         found = [t._replace(block_n=t.block_n // 2) for t in found]
@@ -228,16 +228,23 @@ def _runs(launch: Launch, tile: Tile) -> bool:
 
 
 def _ms(launch: Launch, tile: Tile, count: int, device: torch.device) -> float:
-    """Of one launch, on the device, of `count` in a row."""
-    if device.type != "cuda":
-        start = time.perf_counter()
+    """Of one launch, on the device, of `count` in a row; from a CUDA graph, for a kernel may be
+    over before the host has launched the next."""
+
+    def work() -> None:
         for _ in range(count):
             launch(tile)
+
+    if device.type != "cuda":
+        start = time.perf_counter()
+        work()
         return (time.perf_counter() - start) / count * 1e3
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    for _ in range(count):
-        launch(tile)
+    graph.replay()
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / count

@@ -42,18 +42,22 @@ def tile_for(product: Product, arch: str, *, exact: bool = False) -> Tile:
 def default_tile(product: Product, arch: str) -> Tile:
     """For what nobody has measured. Without descriptors it fits every GPU: 64 KiB of shared
     memory."""
-    form, itemsize, rows, *_ = product
+    form, itemsize, rows, depth, columns = product
     if itemsize == 4:
         return Tile(32, 64, 32, warps=4, stages=2, step=16)
-    if arch not in ("sm_90", "sm_100"):
-        if rows <= 16:
+    width = columns // 2 if form == "hidden" else columns  # of the result
+    descriptors = arch in ("sm_90", "sm_100") and not (depth % 8 or width % 8)
+    if rows <= 16 and form != "wgrad":  # where rows are what is summed over
+        if not descriptors:
             return Tile(16, 64, 64, warps=4, stages=3)
-        return Tile(64 if rows <= 64 or form == "gradient" else 128, 64, 32, warps=4, stages=3)
-    if rows <= 16:  # several programs a multiprocessor: one reads while another changes tiles
+        # several programs a multiprocessor: one reads while another changes tiles
         stages, per_sm = (3, 2) if form == "hidden" else (4, 3)
         return Tile(16, 64, 128, warps=4, stages=stages, per_sm=per_sm, tma=True)
+    if not descriptors:
+        return Tile(64 if rows <= 64 or form == "gradient" else 128, 64, 32, warps=4, stages=3)
     if rows <= 64:
-        return Tile(64, 64, 64, warps=4, stages=4, tma=True)
+        deep = 32 if form == "wgrad" else 64
+        return Tile(128 if form == "wgrad" else 64, 64, deep, warps=4, stages=4, tma=True)
     if form == "gradient":
         return Tile(128, 128, 64, warps=8, stages=4, tma=True)
     return Tile(128, 128 if form == "hidden" else 256, 64, warps=8, stages=3, tma=True)

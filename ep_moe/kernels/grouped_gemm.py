@@ -29,7 +29,7 @@ from ep_moe.kernels.tiles import (
 from ep_moe.types import Packed
 
 
-class HiddenGrads(NamedTuple):
+class GradientParts(NamedTuple):
     pre: Tensor  # (S,P I)
     weighted_h: Tensor  # (S,I): gate * h
     gate: Tensor | None  # (blocks,S) fp32, to be summed over the blocks
@@ -109,7 +109,7 @@ def hidden_backward(
     activation: str,
     precision: str = "ieee",
     tile: Tile,
-) -> HiddenGrads:
+) -> GradientParts:
     """d_out of arrived rows (A,H), the down projection's weight (E,H,I), pre (S,P I). gates (A,K)
     multiply the expert's output, or are None; then nobody asks for their gradient."""
     halves = 2 if GATED[activation] else 1
@@ -146,7 +146,7 @@ def hidden_backward(
         activation_backward(
             d_h, pre, scale, total, d_pre, weighted_h, d_gate, activation=activation
         )
-    return HiddenGrads(d_pre.flatten(1), weighted_h[:, 0], d_gate)
+    return GradientParts(d_pre.flatten(1), weighted_h[:, 0], d_gate)
 
 
 def _launch(

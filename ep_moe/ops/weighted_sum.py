@@ -62,11 +62,14 @@ def weighted_sum_backward(
     The expert MLP does not call it: it never keeps y, and has the gate gradient from the activation
     (`experts.py`).
     """
-    dtype = accumulation_dtype(y.dtype)
-    a, k = (packed_of_arrived >= 0).nonzero(as_tuple=True)
-    s = packed_of_arrived[a, k]
-    d_y = torch.zeros_like(y)
-    d_y[s] = (d_out[a].to(dtype) * gate_weights[a, k, None]).to(y.dtype)
-    d_gate = torch.zeros_like(gate_weights)
-    d_gate[a, k] = row_dot(d_out[a], y[s], numerics=numerics).to(d_gate.dtype)
-    return WeightedSumGrads(d_y, d_gate)
+    dtype, rows = accumulation_dtype(y.dtype), len(y)
+    if not rows:
+        return WeightedSumGrads(torch.zeros_like(y), torch.zeros_like(gate_weights))
+    absent, top_k = packed_of_arrived < 0, packed_of_arrived.shape[1]
+    d_rows = d_out.repeat_interleave(top_k, dim=0)  # of the choices, absent ones too: no host sync
+    d_weighted = (d_rows.to(dtype) * gate_weights.reshape(-1, 1)).to(y.dtype)
+    d_y = y.new_zeros(rows + 1, y.shape[1])  # absent choices write a row that nobody reads
+    d_y[packed_of_arrived.masked_fill(absent, rows).flatten()] = d_weighted
+    there = y[packed_of_arrived.clamp_min(0).flatten()]
+    d_gate = row_dot(d_rows, there, numerics=numerics).to(gate_weights.dtype)
+    return WeightedSumGrads(d_y[:rows], d_gate.view_as(gate_weights).masked_fill(absent, 0.0))
