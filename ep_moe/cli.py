@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 from ep_moe.config import MoEConfig
-from ep_moe.errors import BackendUnavailable
+from ep_moe.errors import BackendUnavailable, ConfigError
 
 
 def params(layer: str) -> str:
@@ -24,7 +24,7 @@ def params(layer: str) -> str:
 
 def tune(
     layer: str,
-    tokens: list[int],
+    tokens: tuple[int, ...] = (4096,),
     ranks: int = 1,
     training: bool = True,
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
@@ -59,7 +59,10 @@ def tune(
     return f"wrote {path}: EP_MOE_TILES={path} makes a program use it"
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     from jsonargparse import auto_cli
 
-    print(auto_cli({"params": params, "tune": tune}, prog="ep-moe"))
+    try:
+        print(auto_cli({"params": params, "tune": tune}, args=argv, prog="ep-moe"))
+    except (BackendUnavailable, ConfigError) as error:
+        raise SystemExit(f"ep-moe: {error}") from None

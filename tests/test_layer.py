@@ -1,5 +1,6 @@
 """The whole layer on one process against the one-page oracle: y, dx and every gradient."""
 
+import copy
 import itertools
 import math
 
@@ -338,3 +339,20 @@ def test_one_rank_knows_how_many_rows_it_packs_at_most(monkeypatch):
     layer = random_layer(small_config(top_k=3))
     layer(torch.randn(5, 16, dtype=torch.float64))
     assert asked == [(5 * 3,)]
+
+
+@pytest.mark.gpu
+@pytest.mark.multigpu(2)
+def test_a_layer_on_another_gpu_than_the_current_one(require_gpu):
+    """Triton launches on the current device, wherever its pointers point."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    layer, results = random_layer(small_config(), torch.float32), []
+    x = torch.randn(9, 16)
+    for device in ("cuda:0", "cuda:1"):
+        here = x.to(device).requires_grad_()
+        y, _ = copy.deepcopy(layer).to(device)(here)
+        y.square().sum().backward()
+        results.append((y.cpu(), here.grad.cpu()))
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)

@@ -5,7 +5,7 @@ may cross them. All accumulate in fp32, or fp64 when the input is fp64, and roun
 """
 
 from ep_moe.ops.activation import ACTIVATIONS, Activation
-from ep_moe.ops.gather import gather, gather_backward
+from ep_moe.ops.gather import gather
 from ep_moe.ops.grouped_gemm import (
     grouped_bias_grad,
     grouped_gemm,
@@ -64,7 +64,6 @@ __all__ = [
     "gate_of_packed",
     "gated",
     "gather",
-    "gather_backward",
     "grouped_bias_grad",
     "grouped_gemm",
     "grouped_gemm_dgrad",

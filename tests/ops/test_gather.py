@@ -35,7 +35,7 @@ def test_backward_is_the_adjoint(A, K, H, dtype, layout, device):
     d_packed = in_layout(torch.randn(S, H, device=device).to(dtype), layout)
     rows = torch.zeros(A, H, dtype=torch.float64, device=device, requires_grad=True)
     rows[packed.arrived_of_packed.long()].backward(d_packed.double())
-    got = ops.gather_backward(d_packed, packed.packed_of_arrived)
+    got = ops.weighted_sum(d_packed, None, packed.packed_of_arrived)
     assert got.dtype == dtype
     # one rounding at the end: half an ulp of the largest
     assert_close(got, rows.grad, name="d_rows", tolerance=max(torch.finfo(dtype).eps, 1e-6))
@@ -43,7 +43,7 @@ def test_backward_is_the_adjoint(A, K, H, dtype, layout, device):
 
 def test_a_row_without_experts_here_gets_a_zero_gradient(device):
     packed = pack(4, 2, device, absent=1.0)
-    d_rows = ops.gather_backward(torch.ones(0, 3, device=device), packed.packed_of_arrived)
+    d_rows = ops.weighted_sum(torch.ones(0, 3, device=device), None, packed.packed_of_arrived)
     assert torch.equal(d_rows, torch.zeros(4, 3, device=device))
 
 
@@ -51,4 +51,4 @@ def test_small_terms_survive_in_bf16(device):
     """256 and seven 1s: a running bf16 sum stays at 256, the fp32 sum 263 rounds to 264."""
     d_packed = torch.tensor([[256.0]] + [[1.0]] * 7, device=device).bfloat16()
     index = torch.arange(8, dtype=torch.int32, device=device)[None]
-    assert ops.gather_backward(d_packed, index).item() == 264.0
+    assert ops.weighted_sum(d_packed, None, index).item() == 264.0
