@@ -135,6 +135,10 @@ def shapes(product: Product, arch: str) -> list[Tile]:
         ]
     else:
         found = [
+            Tile(128, 256, 64, 8, 3, specialize=True),
+            Tile(128, 256, 64, 8, 4, tma_store=False, specialize=True),
+            Tile(256, 128, 64, 8, 3, specialize=True),
+            Tile(256, 128, 64, 8, 4, tma_store=False, specialize=True),
             Tile(128, 256, 64, 8, 3),
             Tile(128, 128, 64, 8, 4),
             Tile(128, 128, 64, 4, 4),
@@ -146,8 +150,9 @@ def shapes(product: Product, arch: str) -> list[Tile]:
             Tile(64, 128, 64, 4, 4, per_sm=2),
         ]
     if product.form == "gradient":  # more in registers: fewer numbers for each thread
-        found = [t for t in found if t.block_m * t.block_n // t.warps <= 2048]
         found += [t._replace(step=0) for t in found]
+        found = [t for t in found if not t.step or t.block_m * t.block_n // t.warps <= 2048]
+        found = [t for t in found if not t.step or not t.specialize]
     if halved:
         found = [t._replace(block_n=t.block_n // 2) for t in found]
     return [default_tile(product, arch), *(t._replace(tma=tma) for t in found)]
@@ -156,6 +161,8 @@ def shapes(product: Product, arch: str) -> list[Tile]:
 def variants(tile: Tile, product: Product) -> list[Tile]:
     """The same shape, run otherwise."""
     found = [tile._replace(group_m=m) for m in (4, 64)]
+    if tile.specialize:
+        return [*found, tile._replace(copy=not tile.copy)]
     if product.form != "wgrad":  # an expert without rows is a loop without rounds there
         found.append(tile._replace(flatten=not tile.flatten))
         if tile.block_m <= 32:
@@ -228,8 +235,8 @@ def _runs(launch: Launch, tile: Tile) -> bool:
 
 
 def _ms(launch: Launch, tile: Tile, count: int, device: torch.device) -> float:
-    """Of one launch, on the device, of `count` in a row; from a CUDA graph, for a kernel may be
-    over before the host has launched the next."""
+    """Of one launch, on the device, of `count` in a row; from a CUDA graph, for a short kernel may
+    be over before the host has launched the next."""
 
     def work() -> None:
         for _ in range(count):
@@ -239,12 +246,16 @@ def _ms(launch: Launch, tile: Tile, count: int, device: torch.device) -> float:
         start = time.perf_counter()
         work()
         return (time.perf_counter() - start) / count * 1e3
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
+    if count > 1:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        work = graph.replay
+    else:
+        work()  # still running when the host has launched the one that is timed
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    graph.replay()
+    work()
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / count

@@ -168,15 +168,16 @@ def test_the_nearest_product_of_the_same_form_lends_its_tile(tmp_path, monkeypat
         assert tile_for(other, "sm_90") == default_tile(other, "sm_90")
 
 
-def test_exact_takes_one_tile_whatever_the_number_of_rows(tmp_path, monkeypatch):
+def test_exact_takes_one_tile_whatever_the_number_of_rows_and_the_table(tmp_path, monkeypatch):
     path = table(tmp_path, (PRODUCT._replace(rows=8), SMALL), (PRODUCT, SMALL._replace(stages=4)))
     monkeypatch.setenv("EP_MOE_TILES", str(path))
-    for arch in ("sm_90", "sm_80", "interpreter"):
+    for arch, form in itertools.product(("sm_90", "sm_80", "interpreter"), ("product", "hidden")):
         tiles = {
             tile_for(Product(form, 2, rows, 768, 2048), arch, exact=True)
-            for rows, form in itertools.product((0, 1, 16, 17, 4096), ("product", "hidden"))
+            for rows in (0, 1, 8, 16, 17, 1024, 4096)
         }
-        assert len(tiles) == 2  # one for each form
+        assert len(tiles) == 1
+        assert not tiles & {SMALL, SMALL._replace(stages=4)}
 
 
 @pytest.mark.parametrize(

@@ -72,25 +72,41 @@ def _activation_backward(
         arrived = tl.load(arrived_of_packed + row, mask=owned, other=0).to(tl.int64)
         choice = tl.load(choice_of_packed + row, mask=owned, other=0)
         scale = tl.load(gates + arrived * TOP_K + choice, mask=owned, other=0.0).to(tl.float32)
-    row64 = row.to(tl.int64)[:, None]
-    dot = tl.zeros([ROWS], tl.float32)
+    rows64 = row.to(tl.int64)[:, None]
+    pre_rows, h_rows = pre + rows64 * (P * N), d_h + rows64 * N
+    weighted_rows, d_pre_rows = weighted_h + rows64 * N, d_pre + rows64 * (P * N)
+    dots = tl.zeros([ROWS, COLUMNS], tl.float32)
+    ahead = _operands(h_rows, pre_rows, owned, 0, N, P, COLUMNS)
     for column in range(0, N, COLUMNS):
-        c = column + tl.arange(0, COLUMNS)
-        mask = owned[:, None] & (c < N)[None, :]
-        of_pre, of_h = row64 * (P * N) + c[None, :], row64 * N + c[None, :]
-        up = tl.load(pre + of_pre + (P - 1) * N, mask=mask, other=0.0).to(tl.float32)
-        gate = up
-        if P == 2:
-            gate = tl.load(pre + of_pre, mask=mask, other=0.0).to(tl.float32)
-        d = tl.load(d_h + of_h, mask=mask, other=0.0).to(tl.float32)
+        d, gate, up = ahead
+        # The next columns are under way while these are worked on.
+        ahead = _operands(h_rows, pre_rows, owned, column + COLUMNS, N, P, COLUMNS)
+        d, gate, up = d.to(tl.float32), gate.to(tl.float32), up.to(tl.float32)
+        c = (column + tl.arange(0, COLUMNS))[None, :]
+        mask = owned[:, None] & (c < N)
         h = activate(gate, up, ACTIVATION)
-        dot += tl.sum(d * h, axis=1)
-        tl.store(weighted_h + of_h, (scale[:, None] * h).to(weighted_h.dtype.element_ty), mask=mask)
+        dots += d * h
+        tl.store(weighted_rows + c, (scale[:, None] * h).to(weighted_h.dtype.element_ty), mask=mask)
         d *= scale[:, None]
         by_gate, by_up = slopes(gate, up, ACTIVATION)
         dtype: tl.constexpr = d_pre.dtype.element_ty
         if P == 2:
-            tl.store(d_pre + of_pre, (d * by_gate).to(dtype), mask=mask)
-        tl.store(d_pre + of_pre + (P - 1) * N, (d * by_up).to(dtype), mask=mask)
+            tl.store(d_pre_rows + c, (d * by_gate).to(dtype), mask=mask)
+        tl.store(d_pre_rows + (P - 1) * N + c, (d * by_up).to(dtype), mask=mask)
     if d_gate is not None:
-        tl.store(d_gate + row, dot, mask=owned)
+        tl.store(d_gate + row, tl.sum(dots, axis=1), mask=owned)
+
+
+@triton.jit
+def _operands(
+    h_rows, pre_rows, owned, column, N: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """-> d_h, gate, up; the same where there is no gate half"""
+    c = (column + tl.arange(0, COLUMNS))[None, :]
+    mask = owned[:, None] & (c < N)
+    d = tl.load(h_rows + c, mask=mask, other=0.0)
+    up = tl.load(pre_rows + (P - 1) * N + c, mask=mask, other=0.0)
+    if P == 1:
+        return d, up, up
+    else:
+        return d, tl.load(pre_rows + c, mask=mask, other=0.0), up

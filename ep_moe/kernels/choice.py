@@ -33,9 +33,10 @@ class Product(NamedTuple):
 
 
 def tile_for(product: Product, arch: str, *, exact: bool = False) -> Tile:
-    """exact: whatever the number of rows, so that a row's result does not depend on it."""
+    """exact: the same whatever the number of rows and the table, so that a row's result does not
+    depend on either."""
     if exact:
-        product = product._replace(rows=1024)
+        return default_tile(product._replace(rows=1024), arch)
     return _nearest(product, arch, os.environ.get("EP_MOE_TILES"))
 
 

@@ -185,6 +185,23 @@ def _launch(
     gathered = arrived_of_packed is not None
     if gathered and tile.copy:
         x, gathered = gather(x, arrived_of_packed, offsets), False
+    if tile.specialize and bias is None and gates is None and ENDING != "gradient":
+        from ep_moe.kernels import hopper  # for NVIDIA alone
+
+        if hopper.serves(x, weight, y, pre, depth=depth if gathered else None):
+            index = arrived_of_packed if gathered else None
+            hopper.grouped_gemm(
+                tile,
+                x,
+                weight,
+                offsets,
+                arrived_of_packed=index,
+                y=y,
+                pre=pre,
+                transposed=TRANSPOSED,
+                activation=ACTIVATION or None,
+            )
+            return
     tma = tile.tma and takes_descriptors(weight, None if gathered else x, y, pre, d_pre)
     stores = tma and tile.tma_store
     step = min(tile.step, tile.block_n) if ENDING == "gradient" else tile.block_n

@@ -41,6 +41,22 @@ def grouped_wgrad(
         rows = gather(x if gathered == "x" else d_y, arrived_of_packed, offsets)
         d_y, x = (d_y, rows) if gathered == "x" else (rows, x)
         arrived_of_packed = gathered = None
+    if tile.specialize and into is None:
+        from ep_moe.kernels import hopper, hopper_wgrad  # for NVIDIA alone
+
+        if hopper.serves(d_y, x, d_weight):
+            index = arrived_of_packed if gathered else None
+            hopper_wgrad.grouped_wgrad(
+                tile,
+                d_y,
+                x,
+                offsets,
+                arrived_of_packed=index,
+                gathered=gathered,
+                scale=scale,
+                d_weight=d_weight,
+            )
+            return d_weight
     operands: dict[str, Any] = {"d_y": d_y, "x": x, "d_weight": d_weight}
     tma = tile.tma and takes_descriptors(*(t for name, t in operands.items() if name != gathered))
     if tma:

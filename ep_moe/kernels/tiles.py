@@ -35,6 +35,7 @@ class Tile(NamedTuple):
     flatten: bool = False  # fetch the next tile's operands before this one is stored
     step: int = 32  # columns that pass through the activation's gradient at a time; 0: afterwards
     swap: bool = False  # multiply the transposes: for fewer rows than a tensor core wants
+    specialize: bool = False  # warps of their own fetch (`kernels.hopper`), where that can be had
 
     @property
     def constants(self) -> dict[str, int | bool]:

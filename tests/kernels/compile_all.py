@@ -85,6 +85,8 @@ def experts(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
     for dtype in (torch.bfloat16, torch.float32):
         for rows in (T, 16):
             yield from products(arch, dtype, rows)
+    if arch == "sm_90":
+        yield from specialized()
     yield "", lambda: weighted_sum.weighted_sum(empty(T * K, H), floats(T, K), ints(T, K))
     yield "", lambda: weighted_sum.sum_parts(floats(6, T * K), ints(T, K))
     yield "", lambda: gather.gather(empty(T, H), ints(T * K), ints(E + 1))
@@ -164,6 +166,39 @@ def products(
     }
     for kind, launch in kinds.items():
         yield f"{kind}, {label}", launch
+
+
+def specialized() -> Iterator[tuple[str, Callable[[], object]]]:
+    """The products by warps of their own, each as it is best fetched."""
+    slots, index, offsets = T * K, ints(T * K), ints(E + 1)
+    packed = Packed(index, ints(slots), ints(T, K), offsets)
+    x, pre, h = empty(T, H), empty(slots, 2 * WIDTH), empty(slots, WIDTH)
+    up, down = empty(E, 2 * WIDTH, H), empty(E, H, WIDTH)
+    wide = Tile(128, 256, 64, 8, 3, tma=True, specialize=True)
+    gated, high = wide._replace(block_n=128), wide._replace(block_m=256, block_n=128)
+    gathered = {"arrived_of_packed": index}
+    kinds = {
+        "hidden": partial(
+            grouped_gemm.hidden, x, up, packed, activation="swiglu", keep=True, tile=gated
+        ),
+        "product": partial(grouped_gemm.grouped_gemm, h, down, offsets, tile=wide),
+        "gradient": partial(
+            grouped_gemm.hidden_backward,
+            *(x, down, packed, pre),
+            gates=floats(T, K),
+            activation="swiglu",
+            tile=wide._replace(step=0),
+        ),
+        "dgrad": partial(grouped_gemm.grouped_gemm, pre, up, offsets, transposed=True, tile=wide),
+        "wgrad, x gathered": partial(
+            grouped_wgrad.grouped_wgrad, pre, x, offsets, **gathered, gathered="x", tile=high
+        ),
+        "wgrad, d_y gathered": partial(
+            grouped_wgrad.grouped_wgrad, x, h, offsets, **gathered, gathered="d_y", tile=wide
+        ),
+    }
+    for kind, launch in kinds.items():
+        yield f"{kind}, specialized", launch
 
 
 def main(target: str) -> None:

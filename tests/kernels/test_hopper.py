@@ -1,0 +1,143 @@
+"""Warps that fetch and warps that multiply: the same bits as the plain kernels, on a Hopper GPU."""
+
+import pytest
+import torch
+
+from ep_moe.kernels import grouped_gemm as plain
+from ep_moe.kernels.device import architecture
+from ep_moe.kernels.grouped_wgrad import grouped_wgrad
+from ep_moe.kernels.tiles import Tile
+from ep_moe.types import Packed
+from tests.helpers import offsets_of
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+SIZES = {
+    "ragged": (130, 1, 300, 0, 63, 257),
+    "empty first and last": (0, 128, 0, 0, 129, 0),
+    "one takes all": (0, 0, 700),
+    "all empty": (0, 0, 0),
+    "one expert": (5,),
+    "many": (64, 0, 1, 127) * 40,
+}
+WIDTHS = [(128, 256), (192, 520), (704, 72)]  # depth, columns
+TILES = {
+    "three stages": Tile(128, 256, 64, 8, 3, tma=True),
+    "four stages": Tile(128, 256, 64, 8, 4, tma=True, tma_store=False, group_m=2),
+    "high": Tile(256, 128, 64, 8, 3, tma=True),
+}
+
+
+@pytest.fixture
+def hopper():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU: torch.cuda.is_available() is False")
+    device = torch.device("cuda", torch.cuda.current_device())
+    if architecture(device) != "sm_90":
+        pytest.skip(f"needs a GPU of architecture sm_90, this one is {architecture(device)}")
+    return device
+
+
+def make_packed(sizes, arrived_rows, top_k, device):
+    """Garbage where no expert owns a row."""
+    slots = sum(sizes)
+    index = torch.randint(arrived_rows, (slots,), dtype=torch.int32, device=device)
+    tail = torch.full((5,), -(2**30), dtype=torch.int32, device=device)
+    choice = torch.randint(top_k, (slots + 5,), dtype=torch.int32, device=device)
+    return Packed(torch.cat([index, tail]), choice, choice[:, None], offsets_of(sizes, device))
+
+
+def normal(*shape, device, dtype, scale=1.0):
+    return (torch.randn(shape, device=device) * scale).to(dtype)
+
+
+def same(got, expected, rows):
+    assert torch.equal(got[:rows], expected[:rows])
+    assert got[rows:].isnan().all(), "a row that no expert owns was written"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("depth,columns", WIDTHS)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES.keys())
+def test_products(tile, sizes, depth, columns, dtype, hopper):
+    make, rows = {"device": hopper, "dtype": dtype}, sum(sizes)
+    x = normal(rows + 5, depth, **make)
+    x[rows:] = torch.nan
+    for transposed in (False, True):
+        shape = (depth, columns) if transposed else (columns, depth)
+        weight = normal(len(sizes), *shape, scale=depth**-0.5, **make)
+        expected, got = (
+            plain.grouped_gemm(
+                x, weight, offsets_of(sizes, hopper), transposed=transposed, tile=each
+            )
+            for each in (tile, tile._replace(specialize=True))
+        )
+        same(got, expected, rows)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("activation", ["swiglu", "geglu"])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES.keys())
+def test_hidden_and_back(tile, sizes, activation, keep, hopper):
+    """Rows are gathered as they are read."""
+    make = {"device": hopper, "dtype": torch.bfloat16}
+    packed, rows = make_packed(sizes, 99, 3, hopper), sum(sizes)
+    x, d_out = normal(99, 192, **make), normal(99, 192, **make)
+    up = normal(len(sizes), 2 * 200, 192, scale=0.1, **make)
+    down = normal(len(sizes), 192, 200, scale=0.1, **make)
+    tile = tile._replace(block_n=tile.block_n // 2)
+    pair = (tile, tile._replace(specialize=True))
+    expected, got = (
+        plain.hidden(x, up, packed, activation=activation, keep=keep, tile=each) for each in pair
+    )
+    same(got[0], expected[0], rows)
+    if not keep:
+        return
+    pre = expected[1]
+    same(got[1], pre, rows)
+    gates = torch.rand(99, 3, device=hopper)
+    expected, got = (
+        plain.hidden_backward(
+            d_out,
+            down,
+            packed,
+            pre,
+            gates=gates,
+            activation=activation,
+            tile=each._replace(block_n=2 * each.block_n, step=0),
+        )
+        for each in pair
+    )
+    same(got.pre, expected.pre, rows)
+    same(got.weighted_h, expected.weighted_h, rows)
+    same(got.gate[0], expected.gate[0], rows)
+
+
+@pytest.mark.parametrize("gathered", [None, "d_y", "x"])
+@pytest.mark.parametrize("depth,columns", WIDTHS)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES.keys())
+def test_weight_gradients(tile, sizes, depth, columns, gathered, hopper):
+    make = {"device": hopper, "dtype": torch.bfloat16}
+    packed, rows = make_packed(sizes, 99, 3, hopper), sum(sizes)
+    operands = {"d_y": normal(rows + 5, depth, **make), "x": normal(rows + 5, columns, **make)}
+    for operand in operands.values():
+        operand[rows:] = torch.nan
+    if gathered:
+        operands[gathered] = normal(99, operands[gathered].shape[1], **make)
+    expected, got = (
+        grouped_wgrad(
+            *operands.values(),
+            packed.offsets,
+            arrived_of_packed=packed.arrived_of_packed if gathered else None,
+            gathered=gathered,
+            scale=1 / 3,
+            tile=each,
+        )
+        for each in (tile, tile._replace(specialize=True))
+    )
+    assert torch.equal(got, expected)
+    for expert, size in enumerate(sizes):
+        assert size or (got[expert] == 0).all()

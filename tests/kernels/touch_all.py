@@ -1,0 +1,86 @@
+"""Run every kernel on small, odd sizes, for a memory checker:
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer python -m tests.kernels.touch_all
+
+Without the cache each tensor is an allocation of its own, so that a read beyond one is seen.
+"""
+
+import torch
+
+from ep_moe import SelectionConfig, ops
+from ep_moe.kernels.device import architecture
+from ep_moe.kernels.grouped_gemm import grouped_gemm, hidden, hidden_backward
+from ep_moe.kernels.grouped_wgrad import grouped_bias_grad, grouped_wgrad
+from ep_moe.kernels.tiles import Tile
+from tests.kernels.cases import TILES
+
+SIZES = [(37, 40, 24, 5, 2), (1, 33, 17, 7, 3), (150, 192, 264, 4, 2)]  # T, H, I, E, K
+SPECIALIZED = {
+    "specialized": Tile(128, 256, 64, 8, 3, tma=True, specialize=True),
+    "specialized, high": Tile(256, 128, 64, 8, 3, tma=True, specialize=True),
+}
+
+
+def router(tokens: int, experts: int, top_k: int, device: torch.device) -> None:
+    logits = torch.randn(tokens, experts, device=device)
+    for scoring in ("softmax", "sigmoid", "sqrtsoftplus"):
+        config = SelectionConfig(top_k=top_k, scoring_func=scoring)
+        found = ops.select(logits, config, expert_bias=logits[0].clone(), segments=1)
+        ops.select_backward(
+            found.gate_weights,
+            logits[:1].clone(),
+            logits.new_ones(1),
+            selected=found,
+            logits=logits,
+            num_experts=experts,
+            dtype=logits.dtype,
+            config=config,
+        )
+
+
+def experts(
+    tokens: int, h: int, i: int, num: int, top_k: int, tile: Tile, dtype: torch.dtype, device
+) -> None:
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    ids = torch.rand(tokens, num, device=device).topk(top_k, dim=1).indices.int()
+    ids[0, 0] = -1  # an absent choice
+    packed = ops.pack(ids, num, ids.numel())
+    x, up, down = normal(tokens, h), normal(num, 2 * i, h), normal(num, h, i)
+    biases, gates = (normal(num, 2 * i), normal(num, h)), torch.rand(ids.shape, device=device)
+    halved = tile._replace(block_n=tile.block_n // 2) if tile.specialize else tile
+    index, offsets = packed.arrived_of_packed, packed.offsets
+    for bias, gate in ((None, None), (biases, gates)):
+        found, pre = hidden(
+            x, up, packed, bias and bias[0], gates=gate, activation="swiglu", keep=True, tile=halved
+        )
+        y = grouped_gemm(found, down, offsets, bias and bias[1], tile=tile)
+        ops.weighted_sum(y, gate, packed.packed_of_arrived)
+    back = tile._replace(step=0) if tile.specialize else tile
+    grads = hidden_backward(x, down, packed, pre, gates=gates, activation="swiglu", tile=back)
+    grouped_gemm(grads.pre, up, offsets, transposed=True, tile=tile)
+    if not tile.swap:
+        gathered = {"arrived_of_packed": index, "tile": tile}
+        grouped_wgrad(grads.pre, x, offsets, gathered="x", **gathered)
+        grouped_wgrad(x, grads.weighted_h, offsets, gathered="d_y", **gathered)
+    grouped_bias_grad(x, offsets, arrived_of_packed=index)
+
+
+def main() -> None:
+    device, count = torch.device("cuda", torch.cuda.current_device()), 0
+    tiles = TILES | (SPECIALIZED if architecture(device) == "sm_90" else {})
+    for tokens, h, i, num, top_k in SIZES:
+        router(tokens, num, top_k, device)
+        for name, tile in tiles.items():
+            for dtype in (torch.bfloat16, torch.float32):
+                if dtype == torch.bfloat16 or not tile.specialize:
+                    experts(tokens, h, i, num, top_k, tile, dtype, device)
+                    torch.cuda.synchronize()
+                    count += 1
+                    print(f"{tokens} tokens, {name}, {dtype}", flush=True)
+    print(f"{count} cases done")
+
+
+if __name__ == "__main__":
+    main()
