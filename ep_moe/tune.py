@@ -138,7 +138,6 @@ def shapes(product: Product, arch: str) -> list[Tile]:
             Tile(128, 256, 64, 8, 3, specialize=True),
             Tile(128, 256, 64, 8, 4, tma_store=False, specialize=True),
             Tile(256, 128, 64, 8, 3, specialize=True),
-            Tile(256, 128, 64, 8, 4, tma_store=False, specialize=True),
             Tile(128, 256, 64, 8, 3),
             Tile(128, 128, 64, 8, 4),
             Tile(128, 128, 64, 4, 4),

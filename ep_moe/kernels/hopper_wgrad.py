@@ -5,27 +5,23 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ep_moe.kernels.hopper import (
-    FEW,
-    GATHERING,
-    MANY,
-    RESOURCES,
-    WARPS,
+    FETCHING,
+    MULTIPLYING,
+    async_gather,
     async_load,
-    barriers,
-    gather,
+    descriptor,
     ragged,
-    release,
-    result_buffers,
+    resources,
     result_to,
-    results,
-    rings,
-    wait_free,
-    wait_full,
+    start,
 )
 from ep_moe.kernels.tiles import Tile, programs
+
+REGISTERS = gl.constexpr(88)  # of a thread that fetches: indices, and as many addresses
 
 
 def grouped_wgrad(
@@ -45,21 +41,19 @@ def grouped_wgrad(
     _grouped_wgrad[(programs(tile, tiles, x.device),)](
         d_y if gathered == "d_y" else ragged(d_y[:, None], tile.block_k, tile.block_m),
         x if gathered == "x" else ragged(x[:, None], tile.block_k, tile.block_n),
-        results(d_weight.view(experts * m, 1, n), tile.block_m),
+        descriptor(d_weight, [1, tile.block_m, tile.block_n // 2]),
         offsets,
         arrived_of_packed,
         scale,
         tiles,
         M=m,
         N=n,
-        GATHER_D_Y=gathered == "d_y",
-        GATHER_X=gathered == "x",
+        GATHERED=gathered,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         GROUP_M=tile.group_m,
-        **rings(tile.block_m, tile.block_n, tile.stages),
-        **RESOURCES,
+        **resources(tile),
     )
 
 
@@ -74,63 +68,41 @@ def _grouped_wgrad(
     tiles,
     M: gl.constexpr,
     N: gl.constexpr,
-    GATHER_D_Y: gl.constexpr,
-    GATHER_X: gl.constexpr,
+    GATHERED: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
-    STAGES_A: gl.constexpr,
-    STAGES_B: gl.constexpr,
+    STAGES: gl.constexpr,
+    RESULTS: gl.constexpr,
 ):
     dtype: gl.constexpr = d_weight.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 5)
-    a = gl.allocate_shared_memory(dtype, [STAGES_A, 1, 1, BLOCK_K, 1, BLOCK_M], layout)
-    b = gl.allocate_shared_memory(dtype, [STAGES_B, 1, 1, BLOCK_K, 1, BLOCK_N], layout)
-    out = result_buffers(dtype, BLOCK_M)
-    full_a, free_a = barriers(STAGES_A, 32 * GATHERING if GATHER_D_Y else 1)
-    full_b, free_b = barriers(STAGES_B, 32 * GATHERING if GATHER_X else 1)
+    a = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_K, 1, BLOCK_M], layout)
+    b = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_K, 1, BLOCK_N], layout)
+    out = gl.allocate_shared_memory(
+        dtype, [RESULTS, 1, BLOCK_M, BLOCK_N // 2], gl.NVMMASharedLayout(128, 16, 3)
+    )
+    full, free = start(STAGES, 1 if GATHERED is None else 1 + 32 * FETCHING)
     gl.warp_specialize(
         [
             (
-                _upper,
+                _multiply,
                 (
-                    a, full_a, free_a, b, full_b, free_b, out, d_weight, offsets, scale, tiles,
-                    M, N, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES_A, STAGES_B,
+                    a, b, out, full, free, d_weight, offsets, scale, tiles, M, N, GATHERED,
+                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, RESULTS,
                 ),
             ),
             (
-                _lower,
+                _fetch,
                 (
-                    a, full_a, free_a, b, full_b, free_b, out, d_weight, offsets, scale, tiles,
-                    M, N, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES_A, STAGES_B,
-                ),
-            ),
-            (
-                _fetch_x if GATHER_X else _fetch_d_y,
-                (
-                    b if GATHER_X else a,
-                    full_b if GATHER_X else full_a,
-                    free_b if GATHER_X else free_a,
-                    x if GATHER_X else d_y,
-                    offsets, arrived_of_packed, tiles, GATHER_X or GATHER_D_Y,
-                    M, N, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES_B if GATHER_X else STAGES_A,
-                ),
-            ),
-            (
-                _fetch_d_y if GATHER_X else _fetch_x,
-                (
-                    a if GATHER_X else b,
-                    full_a if GATHER_X else full_b,
-                    free_a if GATHER_X else free_b,
-                    d_y if GATHER_X else x,
-                    offsets, arrived_of_packed, tiles, False,
-                    M, N, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES_A if GATHER_X else STAGES_B,
+                    a, b, full, free, d_y, x, offsets, arrived_of_packed, tiles, M, N, GATHERED,
+                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES,
                 ),
             ),
         ],
-        [WARPS, GATHERING, 1],
-        [MANY, FEW, FEW],
+        [FETCHING],
+        [REGISTERS],
     )  # fmt: skip
 
 
@@ -152,65 +124,48 @@ def _place(
 
 
 @gluon.jit
-def _fetch_d_y(
-    a, full, free, d_y, offsets, arrived_of_packed, tiles, GATHER: gl.constexpr,
-    M: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    round = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        _, first, end, down, _ = _place(tile, offsets, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-        round = _fetch(
-            a, full, free, d_y, arrived_of_packed, first, end, down, round,
-            GATHER, M, BLOCK_M, BLOCK_K, STAGES,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _fetch_x(
-    b, full, free, x, offsets, arrived_of_packed, tiles, GATHER: gl.constexpr,
-    M: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    round = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        _, first, end, _, across = _place(tile, offsets, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-        round = _fetch(
-            b, full, free, x, arrived_of_packed, first, end, across, round,
-            GATHER, N, BLOCK_N, BLOCK_K, STAGES,
-        )  # fmt: skip
-
-
-@gluon.jit
 def _fetch(
-    ring, full, free, rows, arrived_of_packed, first, end, column, round,
-    GATHER: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
+    a, b, full, free, d_y, x, offsets, arrived_of_packed, tiles,
+    M: gl.constexpr, N: gl.constexpr, GATHERED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One tile's rows; zeros beyond the expert's last one.  -> the number of the next round"""
-    if GATHER:
-        along: gl.constexpr = 32 if WIDTH >= 256 else WIDTH // 8  # threads along a row
-        threads: gl.constexpr = gl.BlockedLayout(
-            [1, 8], [32 // along, along], [GATHERING, 1], [1, 0]
-        )
-        c = column + gl.arange(0, WIDTH, gl.SliceLayout(0, threads))
-        arrived = _arrived(arrived_of_packed, first, end, BLOCK_K, threads)
+    """Zeros beyond an expert's last row."""
+    PACKED_M: gl.constexpr = 0 if GATHERED == "d_y" else BLOCK_M
+    PACKED_N: gl.constexpr = 0 if GATHERED == "x" else BLOCK_N
+    WIDTH: gl.constexpr = BLOCK_M if GATHERED == "d_y" else BLOCK_N
+    COLUMNS: gl.constexpr = M if GATHERED == "d_y" else N
+    ALONG: gl.constexpr = 32 if WIDTH >= 256 else WIDTH // 8  # threads along a row
+    threads: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ALONG, ALONG], [FETCHING, 1], [1, 0])
     far: gl.constexpr = 1 << 30
-    for row in range(first, end, BLOCK_K):
-        to, bar = ring.index(round % STAGES), full.index(round % STAGES)
-        wait_free(free, round, STAGES)
-        if GATHER:
-            owned = row + gl.arange(0, BLOCK_K, gl.SliceLayout(1, threads)) < end
-            from_ = rows + (arrived.to(gl.int64) * COLUMNS)[:, None] + c[None, :]
-            # Indices are fetched a round ahead: rows that wait for theirs would be late.
-            arrived = _arrived(arrived_of_packed, row + BLOCK_K, end, BLOCK_K, threads)
-            mask = owned[:, None] & (c < COLUMNS)[None, :]
-            gather(from_, mask, to.reshape([BLOCK_K, WIDTH]), bar)
-        else:
-            mbarrier.expect(bar, 2 * BLOCK_K * WIDTH)
-            async_load(rows, [far, end, far - end + row, 0, column], bar, to)
-        round += 1
-    return round
+    round = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        _, first, end, down, across = _place(tile, offsets, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        if GATHERED is not None:
+            source = d_y if GATHERED == "d_y" else x
+            column = down if GATHERED == "d_y" else across
+            c = column + gl.arange(0, WIDTH, gl.SliceLayout(0, threads))
+            arrived = _arrived(arrived_of_packed, first, end, BLOCK_K, threads)
+        for row in range(first, end, BLOCK_K):
+            stage = round % STAGES
+            bar = full.index(stage)
+            if GATHERED is not None:
+                rows = source + (arrived.to(gl.int64) * COLUMNS)[:, None] + c[None, :]
+                owned = row + gl.arange(0, BLOCK_K, gl.SliceLayout(1, threads)) < end
+                # Indices are fetched a round ahead: rows that wait for theirs would be late.
+                arrived = _arrived(arrived_of_packed, row + BLOCK_K, end, BLOCK_K, threads)
+            mbarrier.wait(free.index(stage), (round // STAGES & 1) ^ 1)
+            mbarrier.expect(bar, 2 * BLOCK_K * (PACKED_M + PACKED_N))
+            if GATHERED != "d_y":
+                async_load(d_y, [far, end, far - end + row, 0, down], bar, a.index(stage))
+            if GATHERED != "x":
+                async_load(x, [far, end, far - end + row, 0, across], bar, b.index(stage))
+            if GATHERED is not None:
+                to = a.index(stage) if GATHERED == "d_y" else b.index(stage)
+                mask = owned[:, None] & (c < COLUMNS)[None, :]
+                async_gather(to.reshape([BLOCK_K, WIDTH]), rows, mask=mask)
+                async_copy.mbarrier_arrive(bar, increment_count=False)
+            round += 1
 
 
 @gluon.jit
@@ -220,53 +175,34 @@ def _arrived(arrived_of_packed, row, end, ROWS: gl.constexpr, threads: gl.conste
 
 
 @gluon.jit
-def _upper(
-    a, full_a, free_a, b, full_b, free_b, out, d_weight, offsets, scale, tiles,
-    M: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES_A: gl.constexpr, STAGES_B: gl.constexpr,
-):  # fmt: skip
-    _multiply(
-        0, a, full_a, free_a, b, full_b, free_b, out, d_weight, offsets, scale, tiles,
-        M, N, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES_A, STAGES_B,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _lower(
-    a, full_a, free_a, b, full_b, free_b, out, d_weight, offsets, scale, tiles,
-    M: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES_A: gl.constexpr, STAGES_B: gl.constexpr,
-):  # fmt: skip
-    _multiply(
-        1, a, full_a, free_a, b, full_b, free_b, out, d_weight, offsets, scale, tiles,
-        M, N, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES_A, STAGES_B,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _multiply(
-    HALF: gl.constexpr, a, full_a, free_a, b, full_b, free_b, out, d_weight, offsets, scale, tiles,
-    M: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES_A: gl.constexpr, STAGES_B: gl.constexpr,
+    a, b, out, full, free, d_weight, offsets, scale, tiles,
+    M: gl.constexpr, N: gl.constexpr, GATHERED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr, STAGES: gl.constexpr, RESULTS: gl.constexpr,
 ):  # fmt: skip
-    ROWS: gl.constexpr = BLOCK_M // 2
-    gl.static_assert(BLOCK_M == 256 or BLOCK_N >= 128, "results alternate between two buffers")
-    accumulator: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
+    HALF: gl.constexpr = BLOCK_N // 2
+    accumulator: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [MULTIPLYING, 1], [16, BLOCK_N, 16]
+    )
     round = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         expert, first, end, down, across = _place(tile, offsets, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-        acc = gl.zeros([ROWS, BLOCK_N], gl.float32, accumulator)
+        acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, accumulator)
         for row in range(first, end, BLOCK_K):
-            columns = a.index(round % STAGES_A).reshape([BLOCK_K, BLOCK_M])
-            columns = columns.slice(HALF * ROWS, ROWS, dim=1).permute((1, 0))
-            rows = b.index(round % STAGES_B).reshape([BLOCK_K, BLOCK_N])
-            wait_full(full_a, full_b, round, STAGES_A, STAGES_B)
+            stage = round % STAGES
+            mbarrier.wait(full.index(stage), round // STAGES & 1)
+            if GATHERED is not None:  # written by threads, read by the tensor cores
+                hopper.fence_async_shared()
+            columns = a.index(stage).reshape([BLOCK_K, BLOCK_M]).permute((1, 0))
+            rows = b.index(stage).reshape([BLOCK_K, BLOCK_N])
             acc = hopper.warpgroup_mma(columns, rows, acc, is_async=True)
             acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
-            release(free_a, free_b, round - 1, row > first, STAGES_A, STAGES_B)
+            mbarrier.arrive(free.index((round + STAGES - 1) % STAGES), pred=row > first)
             round += 1
         acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
-        release(free_a, free_b, round - 1, end > first, STAGES_A, STAGES_B)
-        row_of_all = expert * M + down + HALF * ROWS
-        result_to(d_weight, acc * scale, out, HALF, 0, row_of_all, (expert + 1) * M, 0, across)
+        mbarrier.arrive(free.index((round + STAGES - 1) % STAGES), pred=end > first)
+        left, right = (acc * scale).reshape([BLOCK_M, 2, HALF]).permute((0, 2, 1)).split()
+        result_to(d_weight, left, out, 0, [expert, down, across], RESULTS)
+        result_to(d_weight, right, out, 1, [expert, down, across + HALF], RESULTS)
     tma.store_wait(0)

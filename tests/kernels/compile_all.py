@@ -103,7 +103,7 @@ def experts(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
             empty(T * K, WIDTH),
             ints(E + 1),
             into=floats(E, H, WIDTH),
-            tile=choice.tile_for(product, arch),
+            tile=choice.default_tile(product, arch),
         ),
     )
 
@@ -119,7 +119,7 @@ def products(
 
     def tile(form: str, depth: int, columns: int) -> Tile:
         product = choice.Product(form, dtype.itemsize, slots // E, depth, columns)
-        return choice.tile_for(product, arch)
+        return choice.default_tile(product, arch)
 
     label = f"{str(dtype).removeprefix('torch.')}, {slots // E} rows an expert"
     kinds = {

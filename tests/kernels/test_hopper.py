@@ -20,7 +20,7 @@ SIZES = {
     "one expert": (5,),
     "many": (64, 0, 1, 127) * 40,
 }
-WIDTHS = [(128, 256), (192, 520), (704, 72)]  # depth, columns
+WIDTHS = [(128, 256), (192, 520), (200, 264), (704, 72)]  # depth, columns
 TILES = {
     "three stages": Tile(128, 256, 64, 8, 3, tma=True),
     "four stages": Tile(128, 256, 64, 8, 4, tma=True, tma_store=False, group_m=2),
