@@ -189,6 +189,8 @@ class MoEConfig(SelectionConfig):
             On a CPU for one number of threads, the same in every run that is compared
             (OMP_NUM_THREADS, which torchrun sets to 1 for several ranks; torch.set_num_threads)
         transport: how rows cross ranks; auto = local for one rank, collective for more
+        max_tokens_per_rank: the most tokens of a rank in a call, for transport symm, whose buffers
+            have a fixed size
         loss_reduction: mean = each rank's loss is a mean over its tokens and ranks are averaged;
             sum = they are added
     """
@@ -214,6 +216,7 @@ class MoEConfig(SelectionConfig):
     experts_keep: Literal["pre_activation", "rows"] = "pre_activation"
     numerics: Literal["fast", "exact"] = "fast"
     transport: str = "auto"
+    max_tokens_per_rank: int | None = None
     loss_reduction: Literal["mean", "sum"] = "mean"
 
     def __post_init__(self) -> None:
@@ -221,6 +224,8 @@ class MoEConfig(SelectionConfig):
         for name in ("hidden_size", "intermediate_size"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         self.check_experts(self.num_experts)
+        most = self.max_tokens_per_rank
+        _require(most is None or most >= 1, "max_tokens_per_rank", most, "unset or at least 1")
         _require(
             self.num_shared_experts >= 0, "num_shared_experts", self.num_shared_experts, "0 or more"
         )

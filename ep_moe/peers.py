@@ -33,6 +33,7 @@ class Peers:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_process_group_ranks(group)
         self.layers = count()  # numbers the layers of this group alike on every rank
+        self.shared: dict[str, Any] = {}  # what they have in common, by the name of a transport
         backends = [group._get_backend(device) for device in group._device_types]
         options = [backend.options for backend in backends if backend.options is not None]
         self._timeout = max((o._timeout.total_seconds() for o in options), default=math.inf)
@@ -50,6 +51,11 @@ class Peers:
         if group not in _PEERS:
             _PEERS[group] = cls(group)
         return _PEERS[group]
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a wait may take."""
+        return self._timeout
 
     @property
     def last_stage(self) -> str:

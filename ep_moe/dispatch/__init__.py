@@ -10,19 +10,25 @@ from ep_moe.dispatch.autograd import combine, dispatch
 from ep_moe.dispatch.collective import CollectiveTransport
 from ep_moe.dispatch.local import LocalTransport
 from ep_moe.dispatch.protocol import Caps, Transport
+from ep_moe.dispatch.symm import SymmTransport
 from ep_moe.errors import ConfigError
 from ep_moe.parallel import ExpertParallel
 
-TRANSPORTS = {transport.name: transport for transport in (LocalTransport, CollectiveTransport)}
+TRANSPORTS = {
+    transport.name: transport for transport in (LocalTransport, CollectiveTransport, SymmTransport)
+}
 
 log = logging.getLogger("ep_moe")
 
 __all__ = ["TRANSPORTS", "Caps", "Transport", "combine", "dispatch", "make_transport"]
 
 
-def make_transport(name: str, ep: ExpertParallel) -> Transport:
+def make_transport(
+    name: str, ep: ExpertParallel, *, max_tokens_per_rank: int | None = None
+) -> Transport:
     """The transport of that name for these ranks; `auto` takes `local` for one rank and
-    `collective` for more.
+    `collective` for more. max_tokens_per_rank: the most rows of x in a call, for those whose
+    buffers have a fixed size.
 
     Raises ConfigError for an unknown name or a number of ranks that the transport does not serve.
     """
@@ -37,7 +43,7 @@ def make_transport(name: str, ep: ExpertParallel) -> Transport:
         raise ConfigError("transport", name, "local or auto without a process group in `ep`")
     if transport.caps.max_ranks is not None and ep.size > transport.caps.max_ranks:
         raise ConfigError("transport", name, f"another than that for {ep.size} ranks, such as auto")
-    return transport(ep)
+    return transport(ep, max_tokens_per_rank)
 
 
 @lru_cache  # once, however many layers a model has

@@ -3,8 +3,8 @@ of the others.
 
 A token goes to a rank once, however many of its experts live there: E=256, K=8 on 2 ranks moves a
 quarter of the bytes that one row per (token, expert) would. Per dispatch: one exchange of counts,
-one host sync (all-to-all wants its split sizes on the host), one exchange of rows, one of ids and
-gates.
+one host sync (all-to-all wants its split sizes on the host), one exchange of ids and gates, one of
+rows. Rows are packed in one launch, and a token's returned rows added up in one.
 """
 
 from dataclasses import dataclass
@@ -24,12 +24,8 @@ from ep_moe.types import Routing
 
 @dataclass(frozen=True, eq=False)
 class CollectivePlan:
-    """W=2, two experts a rank, ids [[0,1],[3,0]] on this rank:
-    sent_of_token = [[0,-1],[1,2]]   token_of_sent = [0,1,1]   splits.sent = [2,1]
-
-    local_ids      (A,K) int32 of the arrived rows.
-    token_of_sent  (N,) int64: the rows this rank sends, ordered by (destination, token).
-    sent_of_token  (T,W) int32, -1 = that rank does not need this token.
+    """local_ids      (A,K) int32 of the arrived rows.
+    token_of_sent, sent_of_token, offsets  the order of the rows this rank sends (`ops.SendOrder`).
     splits         rows to each rank and from each, on the way out.
     max_packed     choices of the arrived rows that live here.
     call           the number of this dispatch among those of its layer.
@@ -38,6 +34,7 @@ class CollectivePlan:
     local_ids: Tensor
     token_of_sent: Tensor
     sent_of_token: Tensor
+    offsets: Tensor
     splits: Splits
     max_packed: int
     call: int
@@ -49,7 +46,7 @@ class CollectiveTransport:
         needs_group=True, max_ranks=None, deterministic=True, graphable=False
     )
 
-    def __init__(self, ep: ExpertParallel) -> None:
+    def __init__(self, ep: ExpertParallel, max_tokens_per_rank: int | None = None) -> None:
         self.ep = ep
         self.layer, self.calls = next(ep.peers.layers), 0
 
@@ -59,42 +56,26 @@ class CollectiveTransport:
     def dispatch(self, x: Tensor, routing: Routing, num_experts: int) -> Sent:
         self.calls += 1
         each = num_experts // self.ep.size
-        rank_of_slot = routing.ids.div(each, rounding_mode="floor")  # -1 stays -1
-        ranks = torch.arange(self.ep.size, device=x.device)
-        choices = (rank_of_slot[:, :, None] == ranks).sum(dim=1)  # (T,W)
-        needed = choices > 0
+        order = ops.send_order(routing.ids, num_experts, self.ep.size)
+        message = ops.message(routing.ids, routing.gate_weights, order, each)
+        splits, max_packed = self._exchange_counts(order.offsets.diff(), order.choices)
 
-        sent_counts = needed.sum(dim=0)
-        splits, max_packed = self._exchange_counts(sent_counts, choices.sum(dim=0))
-
-        before = sent_counts.cumsum(0) - sent_counts
-        position = (before + needed.cumsum(dim=0) - 1).masked_fill(~needed, -1)
-        # Absent pairs all write into one spare element behind the end.
-        num_sent = sum(splits.sent)
-        tokens = torch.arange(len(x), device=x.device)[:, None].expand_as(needed)
-        slots = torch.where(needed, position, num_sent)
-        token_of_sent = position.new_zeros(num_sent + 1).scatter_(
-            0, slots.flatten(), tokens.flatten()
-        )[:num_sent]
-
-        first_expert = each * ranks.repeat_interleave(sent_counts, output_size=num_sent)
-        local_ids = routing.ids[token_of_sent] - first_expert[:, None]
-        local_ids = local_ids.masked_fill((local_ids < 0) | (local_ids >= each), -1).int()
-        gates = routing.gate_weights[token_of_sent]
-        message = torch.cat([local_ids, gates.view(torch.int32)], dim=1)
+        sent = sum(splits.sent)
         stage = self._stage(self.calls, "ids and gates out")
-        message = exchange(message, splits, ep=self.ep, stage=stage)
+        message = exchange(message[:sent], splits, ep=self.ep, stage=stage)
         top_k = routing.ids.shape[1]
         plan = CollectivePlan(
             local_ids=message[:, :top_k].contiguous(),
-            token_of_sent=token_of_sent,
-            sent_of_token=position.int(),
+            token_of_sent=order.token_of_sent[:sent],
+            sent_of_token=order.sent_of_token,
+            offsets=order.offsets,
             splits=splits,
             max_packed=max_packed,
             call=self.calls,
         )
         arrived_gates = message[:, top_k:].clone(memory_format=torch.contiguous_format)
-        return Sent(plan, self.replay(plan, x), arrived_gates.view(gates.dtype))
+        gates = arrived_gates.view(routing.gate_weights.dtype)
+        return Sent(plan, self.replay(plan, x), gates)
 
     def replay(self, plan: CollectivePlan, x: Tensor) -> Tensor:
         return self._out(plan, x, "rows out")
@@ -110,7 +91,8 @@ class CollectiveTransport:
 
     def _out(self, plan: CollectivePlan, values: Tensor, what: str) -> Tensor:
         stage = self._stage(plan.call, what)
-        return exchange(values[plan.token_of_sent], plan.splits, ep=self.ep, stage=stage)
+        sent = ops.gather(values, plan.token_of_sent, plan.offsets)
+        return exchange(sent, plan.splits, ep=self.ep, stage=stage)
 
     def _back(self, plan: CollectivePlan, values: Tensor, what: str) -> Tensor:
         back = Splits(sent=plan.splits.expected, expected=plan.splits.sent)

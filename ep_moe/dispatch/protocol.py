@@ -56,7 +56,7 @@ class Transport(Protocol):
     name: ClassVar[str]
     caps: ClassVar[Caps]
 
-    def __init__(self, ep: ExpertParallel) -> None: ...
+    def __init__(self, ep: ExpertParallel, max_tokens_per_rank: int | None = None) -> None: ...
 
     def dispatch(self, x: Tensor, routing: Routing, num_experts: int) -> Sent:
         """x (T,H), ids and gate weights (T,K) -> plan, rows (A,H), gates (A,K). May meet every

@@ -48,6 +48,7 @@ from ep_moe.ops.select import (
     select,
     select_backward,
 )
+from ep_moe.ops.send import SendOrder, message, send_order
 from ep_moe.ops.weighted_sum import weighted_sum, weighted_sum_backward, weighted_sum_ref
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "HiddenGrads",
     "Numerics",
     "Selected",
+    "SendOrder",
     "count",
     "dense_probabilities",
     "gate_of_packed",
@@ -76,6 +78,7 @@ __all__ = [
     "hidden_backward_ref",
     "hidden_ref",
     "matmul",
+    "message",
     "needs_logits",
     "of_choice",
     "pack",
@@ -86,6 +89,7 @@ __all__ = [
     "sanitize",
     "select",
     "select_backward",
+    "send_order",
     "served_by_kernel",
     "sigmoid",
     "softmax",

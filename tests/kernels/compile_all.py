@@ -21,6 +21,8 @@ from ep_moe.kernels import (
     pack,
     select,
     select_backward,
+    send,
+    symm,
     weighted_sum,
 )
 from ep_moe.kernels.tiles import Tile
@@ -78,6 +80,27 @@ def router() -> Iterator[tuple[str, Callable[[], object]]]:
     sigmoid = {"scoring_func": "sigmoid", "uniform": True}
     yield "sigmoid, sums", lambda: backward(256, sums=True, **sigmoid)
     yield "", lambda: pack.pack(ints(T, 8), 256)
+    yield "", lambda: send.destinations(ints(T, 8), 32, 8)
+    told = {"experts_per_rank": 32}
+    window = symm.layout(8, T, 2 * H)
+    peers = {"rank": 1, "window": window, "timeout_ns": 10**9}
+    pointers = empty(8, dtype=torch.int64)
+    yield (
+        "",
+        lambda: symm.exchange_counts(ints(9), pointers, ints(1), ints(3), **peers),
+    )
+    for index, back in ((ints(T * 8), False), (None, True)):
+        values, out = ints(T * 8, H // 2), ints(8 * T, H // 2)
+        yield (
+            "back" if back else "out",
+            partial(
+                symm.move,
+                *(values, index, ints(8, 8), out, pointers, ints(symm.PROGRAMS), ints(3)),
+                back=back,
+                **peers,
+            ),
+        )
+    yield "", lambda: send.message(ints(T, 8), floats(T, 8), ints(T * 8), ints(9), **told)
 
 
 def experts(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:

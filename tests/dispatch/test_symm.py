@@ -1,0 +1,172 @@
+"""Rows written into the peers' memory: whole layers, waits that end, graphs. The moves themselves
+are in `test_transports`."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_moe import BackendUnavailable, ConfigError, ExpertParallel, InputError, MoEConfig, MoELayer
+from ep_moe.dispatch import symm
+from ep_moe.errors import DispatchTimeout
+from ep_moe.kernels import symm as kernels
+from ep_moe.testing import run_ranks
+from tests.dispatch.ep_cases import compare, expert_parallel, one_process
+from tests.dispatch.test_expert_parallel import CASES
+from tests.dispatch.test_transports import SHARES, check_moves, rank_moves
+from tests.dispatch.windows import share_files
+
+MOST = 40  # tokens of a rank
+ON_ONE_GPU = {
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
+
+
+def over_windows(case):
+    return replace(case, config=replace(case.config, transport="symm", max_tokens_per_rank=MOST))
+
+
+def layers(rank, cases, folder, device):
+    if device == "cpu":
+        share_files(folder)
+    else:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    return [expert_parallel(rank, over_windows(case), device) for case in cases]
+
+
+def check_layers(world_size, names, folder, device="cpu", **how):
+    cases = [CASES[name] for name in names]
+    ranks = run_ranks(layers, world_size, cases, str(folder), device, **how)
+    for i, case in enumerate(cases):
+        compare(case, [got[i] for got in ranks], one_process(case, device))
+
+
+def test_layers_equal_one_process(tmp_path):
+    names = ("uneven, 2", "no tokens anywhere", "padding", "checkpoint, one empty rank", "bf16")
+    check_layers(2, names, tmp_path, timeout=120.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_moves_on_gpu(world_size, require_gpu):
+    """Where there are fewer GPUs than ranks, ranks share them."""
+    how = {"timeout": 240.0, "environ": ON_ONE_GPU}
+    ranks = run_ranks(rank_moves, world_size, "symm", world_size, None, "cuda", **how)
+    for shares, choice in ranks[0]:
+        tokens = SHARES[shares][:world_size]
+        check_moves("symm", tokens, choice, [got[shares, choice] for got in ranks])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_layers_equal_one_process_on_gpu(world_size, require_gpu):
+    names = [name for name, case in CASES.items() if case.world_size == world_size]
+    check_layers(world_size, names, None, "cuda", timeout=240.0, environ=ON_ONE_GPU)
+
+
+def captured_steps(rank):
+    """Forward and backward in a graph, replayed with other tokens each time; and without one."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    torch.manual_seed(0)
+    config = MoEConfig(
+        hidden_size=128,
+        intermediate_size=64,
+        num_experts=8,
+        top_k=2,
+        transport="symm",
+        max_tokens_per_rank=MOST,
+    )
+    layer = MoELayer(config, dist.group.WORLD).cuda().bfloat16()
+    x, d_y = torch.randn(2, 33, 128, device="cuda", dtype=torch.bfloat16)
+    leaves = [x.requires_grad_(), *layer.parameters()]
+
+    def step():
+        y, _ = layer(x)
+        return (y.detach(), *torch.autograd.grad(y, leaves, d_y))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+        torch.cuda.set_sync_debug_mode("error")
+        step()
+        torch.cuda.set_sync_debug_mode("default")
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step()
+    pairs = []
+    for _ in range(4):
+        with torch.no_grad():
+            x.normal_()
+        graph.replay()
+        found = [value.clone() for value in captured]
+        pairs += zip(found, step(), strict=True)
+    return [torch.equal(got, expected) for got, expected in pairs]
+
+
+@pytest.mark.gpu
+def test_a_graph_equals_eager(require_gpu):
+    ranks = run_ranks(captured_steps, 2, timeout=240.0, environ=ON_ONE_GPU)
+    assert all(all(same) for same in ranks)
+
+
+def test_a_wait_ends_and_says_for_whom():
+    """Rank 0 of two, and the other one never comes."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    window = kernels.layout(2, MOST, 64)
+    memory = [torch.zeros(window.total, dtype=torch.uint8, device=device) for _ in range(2)]
+    ints = torch.zeros(4, dtype=torch.int32, device=device)
+    counts = kernels.exchange_counts(
+        torch.tensor([0, 3, 5], dtype=torch.int32, device=device),
+        torch.tensor([m.data_ptr() for m in memory], device=device),
+        ints[:1],
+        ints[1:],
+        rank=0,
+        window=window,
+        timeout_ns=2_000_000,
+    )
+    assert ints.tolist() == [1, kernels.COUNTS, 1, 1]  # epoch 1; the counts of rank 1 in epoch 1
+    assert counts.tolist() == [[3, 2], [0, 0]]
+
+
+def alone(rank, folder):
+    """Rank 1 stays away."""
+    share_files(folder)
+    case = over_windows(CASES["balanced, 2"])
+    layer = MoELayer(case.config, dist.group.WORLD)
+    layer(torch.randn(4, case.config.hidden_size))
+    layer.ep.peers._timeout = 0.0005
+    if rank == 0:
+        with pytest.raises(
+            DispatchTimeout, match=r"rank 0 .*layer 0, call 2.*counts of rank 1 \(epoch 2\)"
+        ):
+            layer(torch.randn(4, case.config.hidden_size))
+
+
+def test_an_absent_peer_is_named(tmp_path):
+    run_ranks(alone, 2, str(tmp_path))
+
+
+def test_what_it_refuses(monkeypatch):
+    ep = ExpertParallel(rank=0, size=2)
+    with pytest.raises(ConfigError, match="max_tokens_per_rank"):
+        symm.SymmTransport(ep)
+    with pytest.raises(BackendUnavailable, match=r"symm.* needs GPUs.*collective or auto"):
+        symm.allocate(128, ep, torch.device("cpu"))
+    with pytest.raises(InputError, match="a multiple of 4 bytes"):
+        symm._words(torch.zeros(2, 3, dtype=torch.bfloat16))
+
+
+def too_many(rank, folder):
+    share_files(folder)
+    config = replace(over_windows(CASES["balanced, 2"]).config, max_tokens_per_rank=3)
+    layer = MoELayer(config, dist.group.WORLD)
+    with pytest.raises(InputError, match=r"of 4, .*at most max_tokens_per_rank = 3 tokens"):
+        layer(torch.randn(4, config.hidden_size))
+
+
+def test_more_tokens_than_the_buffers_hold(tmp_path):
+    run_ranks(too_many, 1, str(tmp_path))

@@ -1,0 +1,34 @@
+"""Windows without GPUs: files that every rank maps, in the place of memory that GPUs share. The
+kernels then run in Triton's interpreter."""
+
+from pathlib import Path
+
+import torch
+
+from ep_moe.dispatch import symm
+from ep_moe.kernels import symm as kernels
+
+
+def share_files(folder, *, programs=2):
+    """In each rank: `symm` maps files of this folder. Few programs, for the interpreter is slow."""
+    views = []  # they stay mapped
+
+    def allocate(size, ep, device):
+        number = len(views)
+        mine = Path(folder, f"window.{number}.{ep.rank}")
+        mine.write_bytes(bytes(size))
+        ep.peers.gather(number, "the files")
+        views.append(
+            [
+                torch.from_file(
+                    str(Path(folder, f"window.{number}.{rank}")),
+                    shared=True,
+                    size=size,
+                    dtype=torch.uint8,
+                )
+                for rank in range(ep.size)
+            ]
+        )
+        return views[-1][ep.rank], [view.data_ptr() for view in views[-1]]
+
+    symm.allocate, kernels.PROGRAMS = allocate, programs
