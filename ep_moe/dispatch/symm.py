@@ -47,12 +47,21 @@ class Window:
     failure: Tensor  # (3,) int32: what, the peer, the epoch; 0 = nothing
     seen: Tensor  # a copy of it on the host
     copied: torch.cuda.Event | None = field(default=None)
+    captured: bool = False  # by a CUDA graph, which goes on using it
+    kept: "Window | None" = None  # the one that was captured before it
 
     @classmethod
+    @torch.inference_mode(False)  # it outlives the call, and training may follow
     def make(
-        cls, ep: ExpertParallel, max_tokens: int, row_bytes: int, device: torch.device
+        cls,
+        ep: ExpertParallel,
+        max_tokens: int,
+        row_bytes: int,
+        device: torch.device,
+        before: "Window | None" = None,
     ) -> "Window":
-        """Every rank comes here, and leaves when all windows are ready."""
+        """Every rank comes here, and leaves when all windows are ready. A failure of the window
+        before this one stays one."""
         from ep_moe.kernels import symm as kernels
 
         if device.type == "cuda":
@@ -66,7 +75,14 @@ class Window:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         ep.peers.gather(0, "the windows, set to zero")
-        ints = torch.zeros(kernels.PROGRAMS + 4, dtype=torch.int32, device=device)
+        ints = torch.zeros(kernels.PROGRAMS + 1, dtype=torch.int32, device=device)
+        if before is None:
+            failure = torch.zeros(3, dtype=torch.int32, device=device)
+            seen = torch.zeros(3, dtype=torch.int32, pin_memory=device.type == "cuda")
+            copied = kept = None
+        else:
+            failure, seen, copied = before.failure, before.seen, before.copied
+            kept = before if before.captured else before.kept
         return cls(
             memory,
             torch.tensor(pointers, dtype=torch.int64, device=device),
@@ -74,9 +90,11 @@ class Window:
             row_bytes,
             layout,
             count_epoch=ints[:1],
-            epochs=ints[4:],
-            failure=ints[1:4],
-            seen=torch.zeros(3, dtype=torch.int32, pin_memory=device.type == "cuda"),
+            epochs=ints[1:],
+            failure=failure,
+            seen=seen,
+            copied=copied,
+            kept=kept,
         )
 
     def serves(self, max_tokens: int, row_bytes: int) -> bool:
@@ -201,7 +219,7 @@ class SymmTransport:
 
     @property
     def _timeout_ns(self) -> int:
-        return min(int(self.ep.peers.timeout * 1e9), 2**62)
+        return int(min(self.ep.peers.timeout * 1e9, 2**62))
 
     def _window(self, *rows: Tensor) -> Window:
         """The group's, made or made larger where it must be."""
@@ -215,15 +233,16 @@ class SymmTransport:
                     "transport = 'symm' cannot make its buffers while a CUDA graph is captured: "
                     "run the layer once before, forward and backward"
                 )
-            window = Window.make(self.ep, self.max_tokens, row_bytes, device)
+            window = Window.make(self.ep, self.max_tokens, row_bytes, device, window)
             shared[self.name] = window
         return window
 
     def _report(self, window: Window, what: str) -> None:
-        """Raise DispatchTimeout for a wait that took too long, a call later at the latest: nobody
-        waits here for the device."""
+        """Raise DispatchTimeout for a wait that took too long, in this call or a later one: nobody
+        waits here for the device, nor for a graph that is replayed."""
         if window.failure.is_cuda:
             if torch.cuda.is_current_stream_capturing():
+                window.captured = True
                 return
             if window.copied is None:
                 window.copied = torch.cuda.Event()
@@ -236,7 +255,7 @@ class SymmTransport:
             failed = window.failure.tolist()
         if failed[0]:
             ranks, kind = self.ep.peers.ranks, ("", "counts", "rows, ids or gates")[failed[0]]
-            stage = f"layer {self.layer}, call {self.calls}, {what}, or just before it"
+            stage = f"layer {self.layer}, call {self.calls}, {what}, or before it"
             why = (
                 f"waited {self.ep.peers.timeout:g} s at {stage}, for the {kind} of rank "
                 f"{ranks[failed[1]]} (epoch {failed[2]})"
@@ -250,4 +269,7 @@ def _words(rows: Tensor) -> Tensor:
     if rows.shape[1] * rows.element_size() % 4:
         got = f"{rows.shape[1]} numbers of {rows.element_size()} bytes"
         raise InputError("a row", got, "a multiple of 4 bytes with transport = 'symm'")
-    return rows.contiguous().view(torch.int32)
+    rows = rows.contiguous()
+    if rows.storage_offset() * rows.element_size() % 4:  # begins in the middle of a word
+        rows = rows.clone()
+    return rows.view(torch.int32)

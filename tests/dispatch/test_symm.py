@@ -14,7 +14,7 @@ from ep_moe.kernels import symm as kernels
 from ep_moe.testing import run_ranks
 from tests.dispatch.ep_cases import compare, expert_parallel, one_process
 from tests.dispatch.test_expert_parallel import CASES
-from tests.dispatch.test_transports import SHARES, check_moves, rank_moves
+from tests.dispatch.test_transports import SHARES, check_moves, moves, rank_moves
 from tests.dispatch.windows import share_files
 
 MOST = 40  # tokens of a rank
@@ -160,6 +160,11 @@ def test_what_it_refuses(monkeypatch):
         symm._words(torch.zeros(2, 3, dtype=torch.bfloat16))
 
 
+def test_rows_that_begin_within_a_word():
+    rows = torch.arange(9.0, dtype=torch.bfloat16)[1:].view(4, 2)
+    assert torch.equal(symm._words(rows).view(torch.bfloat16), rows)
+
+
 def too_many(rank, folder):
     share_files(folder)
     config = replace(over_windows(CASES["balanced, 2"]).config, max_tokens_per_rank=3)
@@ -170,3 +175,49 @@ def too_many(rank, folder):
 
 def test_more_tokens_than_the_buffers_hold(tmp_path):
     run_ranks(too_many, 1, str(tmp_path))
+
+
+def growing(rank, folder):
+    """Layers of wider and wider rows; a CUDA graph holds the second one's window."""
+    share_files(folder)
+    config = over_windows(CASES["balanced, 2"]).config
+    windows = []
+    for hidden_size in (16, 64, 32, 128, 256):
+        layer = MoELayer(replace(config, hidden_size=hidden_size), dist.group.WORLD)
+        with torch.inference_mode():
+            layer(torch.randn(3 + rank, hidden_size))
+        layer(torch.randn(3 + rank, hidden_size))[0].sum().backward()
+        windows.append(layer.ep.peers.shared["symm"])
+        windows[-1].captured |= hidden_size == 64
+    first, second, same, third, fourth = windows
+    assert same is second
+    assert [w.row_bytes for w in (first, second, third, fourth)] == [64, 256, 512, 1024]
+    assert [w.kept for w in (first, second, third, fourth)] == [None, None, second, second]
+    assert not any(w.seen.is_inference() or w.memory.is_inference() for w in windows)
+    first.failure[:] = torch.tensor([kernels.ROWS, 1 - rank, 7])
+    with pytest.raises(DispatchTimeout, match=rf"rows.*rank {1 - rank} \(epoch 7\)"):
+        layer(torch.randn(4, 256))
+
+
+def test_windows_grow(tmp_path):
+    """A failure of any of them stays one, and what a graph writes stays memory."""
+    run_ranks(growing, 2, str(tmp_path))
+
+
+def around_the_end_of_the_epochs(rank, folder):
+    share_files(folder)
+    found = [moves(rank, "symm", (6, 5), "random", "cpu")]
+    window = ExpertParallel.resolve(dist.group.WORLD).peers.shared["symm"]
+    dist.barrier()
+    for epochs in (window.epochs, window.count_epoch):
+        epochs.fill_(2**31 - 1 - len(epochs))
+    found += [moves(rank, "symm", (6, 5), "random", "cpu") for _ in range(2)]
+    assert window.epochs[0] < 0
+    assert window.count_epoch < 0
+    return found
+
+
+def test_epochs_wrap_around(tmp_path):
+    ranks = run_ranks(around_the_end_of_the_epochs, 2, str(tmp_path))
+    for found in zip(*ranks, strict=True):
+        check_moves("symm", (6, 5), "random", list(found))
