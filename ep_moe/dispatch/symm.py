@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ep_moe import ops
+from ep_moe import check, ops
 from ep_moe.dispatch.protocol import Caps, Sent
 from ep_moe.errors import BackendUnavailable, ConfigError, DispatchTimeout, InputError
 from ep_moe.parallel import ExpertParallel
+from ep_moe.replay import in_backward
 from ep_moe.types import Routing
 
 
@@ -153,6 +154,7 @@ class SymmTransport:
         each, top_k = num_experts // self.ep.size, routing.ids.shape[1]
         order = ops.send_order(routing.ids, num_experts, self.ep.size)
         message = ops.message(routing.ids, routing.gate_weights, order, each)
+        self._check("the counts")
         window = self._window(_words(x), message)
         counts = kernels.exchange_counts(
             order.offsets,
@@ -201,6 +203,7 @@ class SymmTransport:
         """Rows of words into `out`."""
         from ep_moe.kernels import symm as kernels
 
+        self._check(what)
         window = self._window(values)
         kernels.move(
             values,
@@ -217,6 +220,16 @@ class SymmTransport:
         )
         self._report(window, what)
 
+    def _stage(self, what: str) -> str:
+        direction = "backward" if in_backward() else "forward"
+        return f"layer {self.layer}, call {self.calls}, {direction}, {what}"
+
+    def _check(self, what: str) -> None:
+        """With EP_MOE_CHECK=1: is every rank about to make this move? What a graph holds is not
+        looked at."""
+        if check.wanted() and not _capturing():
+            check.same_exchange(self.ep.peers, self._stage(what))
+
     @property
     def _timeout_ns(self) -> int:
         return int(min(self.ep.peers.timeout * 1e9, 2**62))
@@ -228,7 +241,7 @@ class SymmTransport:
         window = shared.get(self.name)
         if window is None or not window.serves(self.max_tokens, row_bytes):
             device = rows[0].device
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if _capturing():
                 raise BackendUnavailable(
                     "transport = 'symm' cannot make its buffers while a CUDA graph is captured: "
                     "run the layer once before, forward and backward"
@@ -241,7 +254,7 @@ class SymmTransport:
         """Raise DispatchTimeout for a wait that took too long, in this call or a later one: nobody
         waits here for the device, nor for a graph that is replayed."""
         if window.failure.is_cuda:
-            if torch.cuda.is_current_stream_capturing():
+            if _capturing():
                 window.captured = True
                 return
             if window.copied is None:
@@ -255,13 +268,17 @@ class SymmTransport:
             failed = window.failure.tolist()
         if failed[0]:
             ranks, kind = self.ep.peers.ranks, ("", "counts", "rows, ids or gates")[failed[0]]
-            stage = f"layer {self.layer}, call {self.calls}, {what}, or before it"
+            stage = f"{self._stage(what)}, or before it"
             why = (
                 f"waited {self.ep.peers.timeout:g} s at {stage}, for the {kind} of rank "
                 f"{ranks[failed[1]]} (epoch {failed[2]})"
             )
             here = ranks[self.ep.rank]
             raise DispatchTimeout(here, here, stage=stage, why=why)
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _words(rows: Tensor) -> Tensor:

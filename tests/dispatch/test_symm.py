@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ep_moe import BackendUnavailable, ConfigError, ExpertParallel, InputError, MoEConfig, MoELayer
 from ep_moe.dispatch import symm
-from ep_moe.errors import DispatchTimeout
+from ep_moe.errors import CallMismatch, DispatchTimeout
 from ep_moe.kernels import symm as kernels
 from ep_moe.testing import run_ranks
 from tests.dispatch.ep_cases import compare, expert_parallel, one_process
@@ -175,6 +175,20 @@ def too_many(rank, folder):
 
 def test_more_tokens_than_the_buffers_hold(tmp_path):
     run_ranks(too_many, 1, str(tmp_path))
+
+
+def different_order(rank, folder):
+    share_files(folder)
+    case = over_windows(CASES["balanced, 2"])
+    layers = [MoELayer(case.config, dist.group.WORLD) for _ in "12"]
+    x = torch.randn(4, case.config.hidden_size)
+    layers[0](x)
+    with pytest.raises(CallMismatch, match=r"rank 1 is at layer 1, call 1, forward, the counts"):
+        layers[rank](x)
+
+
+def test_ranks_that_call_different_layers(tmp_path):
+    run_ranks(different_order, 2, str(tmp_path), environ={"EP_MOE_CHECK": "1"})
 
 
 def growing(rank, folder):

@@ -54,6 +54,30 @@ class Rank0:
         return [not torch.equal(now, before) for now, before in pairs]
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 8])
+def test_the_parts_of_a_window(ranks):
+    parts = symm.layout(ranks, MOST, 12)
+    assert parts.count_flags == 0
+    assert parts.row_flags >= 4 * ranks
+    assert parts.counts >= parts.row_flags + 4 * ranks * symm.PROGRAMS
+    assert parts.rows >= parts.counts + 2 * 4 * ranks**2
+    assert parts.bytes_of_rows >= ranks * MOST * 12
+    assert parts.total >= parts.rows + 2 * parts.bytes_of_rows
+    assert not any(start % 16 for start in parts)
+
+
+def test_counts_are_there_twice(device):
+    """A peer may still read those of the last exchange."""
+    rank = Rank0(device, come=ALL)
+    rank.counts()
+    after_one = rank.windows[1].clone()
+    rank.count_flags[:] = 2
+    rank.counts()
+    of_one = slice(rank.layout.counts + 4 * W**2, rank.layout.counts + 2 * 4 * W**2)
+    assert torch.equal(rank.windows[1][of_one], after_one[of_one])
+    assert not torch.equal(rank.windows[1][of_one], rank.elsewhere[0][of_one])
+
+
 def test_counts_of_a_late_rank_are_none(device):
     """What stands there from before might be more rows than the buffers of this layer hold."""
     rank = Rank0(device)
