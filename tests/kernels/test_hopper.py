@@ -131,6 +131,17 @@ def test_an_activation_without_a_gate_half_goes_elsewhere(activation, device, mo
     assert h[:10].isfinite().all() == (activation == "relu2")
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_other_gpus_have_no_such_warps(arch, monkeypatch):
+    """Their compiler ends the process. A table of tiles may come from elsewhere (EP_MOE_TILES)."""
+    monkeypatch.setattr(hopper_kernels, "architecture", lambda _: arch)
+    x = torch.zeros(8, 64, dtype=torch.bfloat16)
+    assert hopper_kernels.serves(x, None, depth=64) == (arch == "sm_90")
+    assert not hopper_kernels.serves(x, None, depth=72)
+    assert not hopper_kernels.serves(x.float())
+    assert not hopper_kernels.serves(x[:, :60].contiguous())
+
+
 @pytest.mark.parametrize("gathered", [None, "d_y", "x"])
 @pytest.mark.parametrize("depth,columns", WIDTHS)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
