@@ -177,6 +177,18 @@ def test_more_tokens_than_the_buffers_hold(tmp_path):
     run_ranks(too_many, 1, str(tmp_path))
 
 
+def unlike(rank, folder):
+    share_files(folder)
+    config = over_windows(CASES["balanced, 2"]).config
+    layer = MoELayer(replace(config, max_tokens_per_rank=MOST + rank), dist.group.WORLD)
+    with pytest.raises(ConfigError, match=r"max_tokens_per_rank.*the same on every rank"):
+        layer(torch.randn(4, config.hidden_size))
+
+
+def test_buffers_of_other_sizes_on_other_ranks(tmp_path):
+    run_ranks(unlike, 2, str(tmp_path))
+
+
 def different_order(rank, folder):
     share_files(folder)
     case = over_windows(CASES["balanced, 2"])
@@ -192,21 +204,29 @@ def test_ranks_that_call_different_layers(tmp_path):
 
 
 def growing(rank, folder):
-    """Layers of wider and wider rows; a CUDA graph holds the second one's window."""
+    """Layers of wider rows or more tokens; a CUDA graph holds the second one's window."""
     share_files(folder)
     config = over_windows(CASES["balanced, 2"]).config
     windows = []
-    for hidden_size in (16, 64, 32, 128, 256):
-        layer = MoELayer(replace(config, hidden_size=hidden_size), dist.group.WORLD)
+    for hidden_size, most in ((16, 40), (64, 40), (32, 40), (32, 100), (128, 40), (256, 40)):
+        sizes = {"hidden_size": hidden_size, "max_tokens_per_rank": most}
+        layer = MoELayer(replace(config, **sizes), dist.group.WORLD)
         with torch.inference_mode():
             layer(torch.randn(3 + rank, hidden_size))
         layer(torch.randn(3 + rank, hidden_size))[0].sum().backward()
         windows.append(layer.ep.peers.shared["symm"])
         windows[-1].captured |= hidden_size == 64
-    first, second, same, third, fourth = windows
+    first, second, same, third, fourth, fifth = windows
     assert same is second
-    assert [w.row_bytes for w in (first, second, third, fourth)] == [64, 256, 512, 1024]
-    assert [w.kept for w in (first, second, third, fourth)] == [None, None, second, second]
+    assert [w.max_tokens * w.row_bytes for w in windows] == [
+        40 * 64,
+        40 * 256,
+        40 * 256,
+        100 * 128,
+        40 * 512,
+        40 * 1024,
+    ]
+    assert [w.kept for w in (first, second, third, fourth, fifth)] == [None, None, *[second] * 3]
     assert not any(w.seen.is_inference() or w.memory.is_inference() for w in windows)
     first.failure[:] = torch.tensor([kernels.ROWS, 1 - rank, 7])
     with pytest.raises(DispatchTimeout, match=rf"rows.*rank {1 - rank} \(epoch 7\)"):
