@@ -15,7 +15,7 @@ from ep_moe.testing import run_ranks
 from tests.dispatch.ep_cases import compare, expert_parallel, one_process
 from tests.dispatch.test_expert_parallel import CASES
 from tests.dispatch.test_transports import SHARES, check_moves, moves, rank_moves
-from tests.dispatch.windows import share_files
+from tests.dispatch.windows import needs_interpreter, share_files
 
 MOST = 40  # tokens of a rank
 ON_ONE_GPU = {
@@ -43,6 +43,7 @@ def check_layers(world_size, names, folder, device="cpu", **how):
         compare(case, [got[i] for got in ranks], one_process(case, device))
 
 
+@needs_interpreter
 def test_layers_equal_one_process(tmp_path):
     names = ("uneven, 2", "no tokens anywhere", "padding", "checkpoint, one empty rank", "bf16")
     check_layers(2, names, tmp_path, timeout=120.0)
@@ -146,6 +147,7 @@ def alone(rank, folder):
             layer(torch.randn(4, case.config.hidden_size))
 
 
+@needs_interpreter
 def test_an_absent_peer_is_named(tmp_path):
     run_ranks(alone, 2, str(tmp_path))
 
@@ -173,6 +175,7 @@ def too_many(rank, folder):
         layer(torch.randn(4, config.hidden_size))
 
 
+@needs_interpreter
 def test_more_tokens_than_the_buffers_hold(tmp_path):
     run_ranks(too_many, 1, str(tmp_path))
 
@@ -185,6 +188,7 @@ def unlike(rank, folder):
         layer(torch.randn(4, config.hidden_size))
 
 
+@needs_interpreter
 def test_buffers_of_other_sizes_on_other_ranks(tmp_path):
     run_ranks(unlike, 2, str(tmp_path))
 
@@ -199,6 +203,7 @@ def different_order(rank, folder):
         layers[rank](x)
 
 
+@needs_interpreter
 def test_ranks_that_call_different_layers(tmp_path):
     run_ranks(different_order, 2, str(tmp_path), environ={"EP_MOE_CHECK": "1"})
 
@@ -233,6 +238,7 @@ def growing(rank, folder):
         layer(torch.randn(4, 256))
 
 
+@needs_interpreter
 def test_windows_grow(tmp_path):
     """A failure of any of them stays one, and what a graph writes stays memory."""
     run_ranks(growing, 2, str(tmp_path))
@@ -251,6 +257,7 @@ def around_the_end_of_the_epochs(rank, folder):
     return found
 
 
+@needs_interpreter
 def test_epochs_wrap_around(tmp_path):
     ranks = run_ranks(around_the_end_of_the_epochs, 2, str(tmp_path))
     for found in zip(*ranks, strict=True):

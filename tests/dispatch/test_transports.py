@@ -10,7 +10,7 @@ from torch import Tensor
 from ep_moe import ConfigError, ExpertParallel, Routing, make_transport
 from ep_moe.dispatch import TRANSPORTS
 from ep_moe.testing import assert_close, run_ranks
-from tests.dispatch.windows import share_files
+from tests.dispatch.windows import needs_interpreter, share_files
 
 E, K, H = 12, 3, 5
 SHARES = {
@@ -92,7 +92,7 @@ def expected_arrivals(name, world_size, tokens, choice, rank):
 
 
 RUNS = [
-    (name, world_size)
+    pytest.param(name, world_size, marks=[needs_interpreter] if name == "symm" else [])
     for name, transport in TRANSPORTS.items()
     for world_size in (1, 2, 3, 4)
     if world_size <= (transport.caps.max_ranks or 4)

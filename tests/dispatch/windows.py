@@ -3,10 +3,15 @@ kernels then run in Triton's interpreter."""
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from ep_moe.dispatch import symm
 from ep_moe.kernels import symm as kernels
+
+needs_interpreter = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="with a GPU kernels are compiled, and files are not for those"
+)
 
 
 def share_files(folder, *, programs=2):

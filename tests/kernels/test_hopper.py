@@ -121,6 +121,7 @@ def test_an_activation_without_a_gate_half_goes_elsewhere(activation, device, mo
     """There the two halves of a tile are gate and up."""
     asked = []
     monkeypatch.setattr(hopper_kernels, "grouped_gemm", lambda *_, **how: asked.append(how))
+    monkeypatch.setattr(hopper_kernels, "architecture", lambda _: "sm_90")
     packed = make_packed((7, 3), 9, 2, device)
     width = 16 if activation == "relu2" else 32
     up = normal(2, width, 64, device=device, dtype=torch.float16)
