@@ -1,7 +1,9 @@
 """Rows written into the peers' memory: whole layers, waits that end, graphs. The moves themselves
 are in `test_transports`."""
 
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -162,9 +164,18 @@ def test_what_it_refuses(monkeypatch):
         symm._words(torch.zeros(2, 3, dtype=torch.bfloat16))
 
 
-def test_rows_that_begin_within_a_word():
-    rows = torch.arange(9.0, dtype=torch.bfloat16)[1:].view(4, 2)
-    assert torch.equal(symm._words(rows).view(torch.bfloat16), rows)
+def test_rows_as_words():
+    """That begin within a word, or do not lie side by side, such as the gradient of a sum."""
+    within = torch.arange(9.0, dtype=torch.bfloat16)[1:].view(4, 2)
+    for rows in (within, torch.rand(4, 3).t(), torch.rand(()).expand(3, 4)):
+        words = symm._words(rows)
+        assert words.is_contiguous()
+        assert torch.equal(words.view(rows.dtype), rows)
+
+
+def test_a_group_without_a_timeout():
+    ep = SimpleNamespace(peers=SimpleNamespace(timeout=math.inf))
+    assert symm.SymmTransport._timeout_ns.fget(SimpleNamespace(ep=ep)) == 2**62
 
 
 def too_many(rank, folder):
