@@ -154,6 +154,8 @@ def shapes(product: Product, arch: str) -> list[Tile]:
         found = [t for t in found if not t.step or not t.specialize]
     if halved:
         found = [t._replace(block_n=t.block_n // 2) for t in found]
+    if arch != "sm_90":
+        found = [t for t in found if not t.specialize]
     return [default_tile(product, arch), *(t._replace(tma=tma) for t in found)]
 
 

@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ep_moe import ops
+from ep_moe import check, ops
 from ep_moe.dispatch.protocol import Caps, Sent
 from ep_moe.errors import BackendUnavailable, ConfigError, DispatchTimeout, InputError
 from ep_moe.parallel import ExpertParallel
+from ep_moe.replay import in_backward
 from ep_moe.types import Routing
 
 
@@ -47,12 +48,21 @@ class Window:
     failure: Tensor  # (3,) int32: what, the peer, the epoch; 0 = nothing
     seen: Tensor  # a copy of it on the host
     copied: torch.cuda.Event | None = field(default=None)
+    captured: bool = False  # by a CUDA graph, which goes on using it
+    kept: "Window | None" = None  # the one that was captured before it
 
     @classmethod
+    @torch.inference_mode(False)  # it outlives the call, and training may follow
     def make(
-        cls, ep: ExpertParallel, max_tokens: int, row_bytes: int, device: torch.device
+        cls,
+        ep: ExpertParallel,
+        max_tokens: int,
+        row_bytes: int,
+        device: torch.device,
+        before: "Window | None" = None,
     ) -> "Window":
-        """Every rank comes here, and leaves when all windows are ready."""
+        """Every rank comes here, and leaves when all windows are ready. A failure of the window
+        before this one stays one."""
         from ep_moe.kernels import symm as kernels
 
         if device.type == "cuda":
@@ -66,7 +76,14 @@ class Window:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         ep.peers.gather(0, "the windows, set to zero")
-        ints = torch.zeros(kernels.PROGRAMS + 4, dtype=torch.int32, device=device)
+        ints = torch.zeros(kernels.PROGRAMS + 1, dtype=torch.int32, device=device)
+        if before is None:
+            failure = torch.zeros(3, dtype=torch.int32, device=device)
+            seen = torch.zeros(3, dtype=torch.int32, pin_memory=device.type == "cuda")
+            copied = kept = None
+        else:
+            failure, seen, copied = before.failure, before.seen, before.copied
+            kept = before if before.captured else before.kept
         return cls(
             memory,
             torch.tensor(pointers, dtype=torch.int64, device=device),
@@ -74,9 +91,11 @@ class Window:
             row_bytes,
             layout,
             count_epoch=ints[:1],
-            epochs=ints[4:],
-            failure=ints[1:4],
-            seen=torch.zeros(3, dtype=torch.int32, pin_memory=device.type == "cuda"),
+            epochs=ints[1:],
+            failure=failure,
+            seen=seen,
+            copied=copied,
+            kept=kept,
         )
 
     def serves(self, max_tokens: int, row_bytes: int) -> bool:
@@ -135,6 +154,7 @@ class SymmTransport:
         each, top_k = num_experts // self.ep.size, routing.ids.shape[1]
         order = ops.send_order(routing.ids, num_experts, self.ep.size)
         message = ops.message(routing.ids, routing.gate_weights, order, each)
+        self._check("the counts")
         window = self._window(_words(x), message)
         counts = kernels.exchange_counts(
             order.offsets,
@@ -183,6 +203,7 @@ class SymmTransport:
         """Rows of words into `out`."""
         from ep_moe.kernels import symm as kernels
 
+        self._check(what)
         window = self._window(values)
         kernels.move(
             values,
@@ -199,9 +220,19 @@ class SymmTransport:
         )
         self._report(window, what)
 
+    def _stage(self, what: str) -> str:
+        direction = "backward" if in_backward() else "forward"
+        return f"layer {self.layer}, call {self.calls}, {direction}, {what}"
+
+    def _check(self, what: str) -> None:
+        """With EP_MOE_CHECK=1: is every rank about to make this move? What a graph holds is not
+        looked at."""
+        if check.wanted() and not _capturing():
+            check.same_exchange(self.ep.peers, self._stage(what))
+
     @property
     def _timeout_ns(self) -> int:
-        return min(int(self.ep.peers.timeout * 1e9), 2**62)
+        return int(min(self.ep.peers.timeout * 1e9, 2**62))
 
     def _window(self, *rows: Tensor) -> Window:
         """The group's, made or made larger where it must be."""
@@ -210,20 +241,21 @@ class SymmTransport:
         window = shared.get(self.name)
         if window is None or not window.serves(self.max_tokens, row_bytes):
             device = rows[0].device
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if _capturing():
                 raise BackendUnavailable(
                     "transport = 'symm' cannot make its buffers while a CUDA graph is captured: "
                     "run the layer once before, forward and backward"
                 )
-            window = Window.make(self.ep, self.max_tokens, row_bytes, device)
+            window = Window.make(self.ep, self.max_tokens, row_bytes, device, window)
             shared[self.name] = window
         return window
 
     def _report(self, window: Window, what: str) -> None:
-        """Raise DispatchTimeout for a wait that took too long, a call later at the latest: nobody
-        waits here for the device."""
+        """Raise DispatchTimeout for a wait that took too long, in this call or a later one: nobody
+        waits here for the device, nor for a graph that is replayed."""
         if window.failure.is_cuda:
-            if torch.cuda.is_current_stream_capturing():
+            if _capturing():
+                window.captured = True
                 return
             if window.copied is None:
                 window.copied = torch.cuda.Event()
@@ -236,7 +268,7 @@ class SymmTransport:
             failed = window.failure.tolist()
         if failed[0]:
             ranks, kind = self.ep.peers.ranks, ("", "counts", "rows, ids or gates")[failed[0]]
-            stage = f"layer {self.layer}, call {self.calls}, {what}, or just before it"
+            stage = f"{self._stage(what)}, or before it"
             why = (
                 f"waited {self.ep.peers.timeout:g} s at {stage}, for the {kind} of rank "
                 f"{ranks[failed[1]]} (epoch {failed[2]})"
@@ -245,9 +277,16 @@ class SymmTransport:
             raise DispatchTimeout(here, here, stage=stage, why=why)
 
 
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def _words(rows: Tensor) -> Tensor:
     """As int32."""
     if rows.shape[1] * rows.element_size() % 4:
         got = f"{rows.shape[1]} numbers of {rows.element_size()} bytes"
         raise InputError("a row", got, "a multiple of 4 bytes with transport = 'symm'")
-    return rows.contiguous().view(torch.int32)
+    rows = rows.contiguous()
+    if rows.storage_offset() * rows.element_size() % 4:  # begins in the middle of a word
+        rows = rows.clone()
+    return rows.view(torch.int32)

@@ -185,7 +185,9 @@ def _launch(
     gathered = arrived_of_packed is not None
     if gathered and tile.copy:
         x, gathered = gather(x, arrived_of_packed, offsets), False
-    if tile.specialize and bias is None and gates is None and ENDING != "gradient":
+    # A tile's two halves there are gate and up, or nothing stands behind the product.
+    halved = ENDING == "product" or (ENDING == "activation" and halves == 2)
+    if tile.specialize and bias is None and gates is None and halved:
         from ep_moe.kernels import hopper  # for NVIDIA alone
 
         if hopper.serves(x, weight, y, pre, depth=depth if gathered else None):

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ep_moe.kernels.activation import activate
+from ep_moe.kernels.device import architecture
 from ep_moe.kernels.tiles import FAR, Tile, programs, takes_descriptors
 
 # They were renamed after triton 3.6.
@@ -26,12 +27,15 @@ async_gather = getattr(async_copy, "async_load", async_copy.async_copy_global_to
 
 FETCHING, MULTIPLYING = gl.constexpr(4), gl.constexpr(8)  # warps
 BLOCK_K = 64
+ARCHITECTURES = ("sm_90", "interpreter")  # the latter where kernels are compiled without a GPU
 REGISTERS = gl.constexpr(56)  # of a thread that fetches
 
 
 def serves(*tensors: Tensor | None, depth: int | None = None) -> bool:
-    """Numbers of 16 bits that descriptors can address. depth: of rows that are gathered, which are
-    read in whole blocks."""
+    """Numbers of 16 bits that descriptors can address, on Hopper: elsewhere the compiler ends the
+    process. depth: of rows that are gathered, which are read in whole blocks."""
+    if any(t is not None and architecture(t.device) not in ARCHITECTURES for t in tensors):
+        return False
     half = all(t is None or t.dtype in (torch.bfloat16, torch.float16) for t in tensors)
     return half and takes_descriptors(*tensors) and (depth or 0) % BLOCK_K == 0
 

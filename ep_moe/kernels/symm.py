@@ -6,8 +6,12 @@ twice and used in turn, by the parity of an epoch that every rank counts alike. 
 every move waits for a flag of every peer, so who begins move n + 2 knows that all have ended n.
 Program p of a rank moves the p-th part of every segment and waits for programs p alone.
 
-Epochs live on the device, so that a CUDA graph counts on when it is replayed. Waits are bounded: a
-program that waits too long says for whom in `failure`, and goes on.
+Epochs live on the device, so that a CUDA graph counts on when it is replayed; they may wrap around.
+Waits are bounded: a program that waits too long says for whom in `failure`, takes nothing from that
+peer and goes on. From the next move on its rank neither waits nor writes to others: a peer that is
+late may still read what stands in its window, and those that are not shall notice.
+
+All moves of a rank are in one order: on one stream, or on streams that wait for each other.
 """
 
 from typing import NamedTuple
@@ -139,19 +143,23 @@ def _exchange_counts(
     FAILED: tl.constexpr,
 ):
     now = tl.load(epoch) + 1
+    sound = tl.load(failure) == 0
+    patience = tl.where(sound, timeout_ns, 0)
     r = tl.arange(0, RANKS)
     mine = tl.load(offsets + 1 + r, mask=r < W, other=0) - tl.load(offsets + r, mask=r < W, other=0)
-    row = COUNTS + (now % 2) * (4 * W * W)
+    row = COUNTS + (now & 1) * (4 * W * W)
     for peer in range(W):
-        window = tl.load(pointers + peer)
+        window = tl.load(pointers + tl.where(sound, peer, rank))
         tl.store(_words(window + row + rank * (4 * W)) + r, mine, mask=r < W)
         _release(window + FLAGS + rank * 4, now)
     here = tl.load(pointers + rank)
+    known = W
     for peer in range(W):
-        _wait(here + FLAGS + peer * 4, now, peer, failure, timeout_ns, FAILED)
+        there = _wait(here + FLAGS + peer * 4, now, peer, failure, patience, FAILED)
+        known = tl.where(there, known, 0)  # older counts may be more than the buffers hold
     both = r[:, None] * W + r[None, :]
-    inside = (r < W)[:, None] & (r < W)[None, :]
-    tl.store(counts + both, tl.load(_words(here + row) + both, mask=inside, other=0), mask=inside)
+    read, inside = (r < known)[:, None] & (r < known)[None, :], (r < W)[:, None] & (r < W)[None, :]
+    tl.store(counts + both, tl.load(_words(here + row) + both, mask=read, other=0), mask=inside)
     tl.store(epoch, now)
 
 
@@ -180,12 +188,14 @@ def _move(
 ):
     p = tl.program_id(0)
     now = tl.load(epochs + p) + 1
-    half = ROWS_AT + (now % 2).to(tl.int64) * BYTES
+    sound = tl.load(failure) == 0
+    patience = tl.where(sound, timeout_ns, 0)
+    half = ROWS_AT + (now & 1).to(tl.int64) * BYTES
     for step in range(W):  # not all to the same rank at once; the own rows last, beside the waiting
         peer = (rank + 1 + step) % W
         n, from_ = _segment(counts, rank, peer, BACK, W, RANKS)
         to = _before(counts, rank, peer, BACK, W, RANKS)
-        window = tl.load(pointers + peer)
+        window = tl.load(pointers + tl.where(sound, peer, rank))
         target = tl.where(peer == rank, out.to(tl.int64), window + half)
         part = (n + PROGRAMS - 1) // PROGRAMS
         for row in range(p * part, tl.minimum((p + 1) * part, n), ROWS):
@@ -194,20 +204,21 @@ def _move(
             source = from_ + i
             if index is not None:
                 source = tl.load(index + source, mask=inside, other=0)
-            _copy(values, source, _words(target), to + i, inside, WIDTH, ROWS, COLUMNS)
+            _copy(values, source, _rows(target), to + i, inside, WIDTH, ROWS, COLUMNS)
         if peer != rank:
             _release(window + FLAGS + (rank * PROGRAMS + p) * 4, now)
     here = tl.load(pointers + rank)
     for step in range(W - 1):
         peer = (rank + W - 1 - step) % W
-        _wait(here + FLAGS + (peer * PROGRAMS + p) * 4, now, peer, failure, timeout_ns, FAILED)
+        flag = here + FLAGS + (peer * PROGRAMS + p) * 4
+        there = _wait(flag, now, peer, failure, patience, FAILED)
         n, _ = _segment(counts, peer, rank, BACK, W, RANKS)
         at = _before(counts, peer, rank, BACK, W, RANKS)
         part = (n + PROGRAMS - 1) // PROGRAMS
         for row in range(p * part, tl.minimum((p + 1) * part, n), ROWS):
             i = row + tl.arange(0, ROWS)
-            inside = i < tl.minimum((p + 1) * part, n)
-            _copy(_words(here + half), at + i, out, at + i, inside, WIDTH, ROWS, COLUMNS)
+            inside = i < tl.where(there, tl.minimum((p + 1) * part, n), 0)
+            _copy(_rows(here + half), at + i, out, at + i, inside, WIDTH, ROWS, COLUMNS)
     tl.store(epochs + p, now)
 
 
@@ -254,7 +265,12 @@ def _copy(
 
 @triton.jit
 def _words(address):
-    """An address of a window's part, all of which begin at multiples of 16."""
+    return address.to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def _rows(address):
+    """Of a window, or of a tensor: both begin at multiples of 16."""
     return tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
 
 
@@ -272,7 +288,7 @@ def _release(address, value):
             1,
         )
     else:
-        tl.atomic_xchg(address.to(tl.pointer_type(tl.int32)), value, sem="release", scope="sys")
+        tl.atomic_xchg(_words(address), value, sem="release", scope="sys")
 
 
 @triton.jit
@@ -282,8 +298,7 @@ def _acquire(address):
             "ld.acquire.sys.global.u32 $0, [$1];", "=r,l", [address], tl.int32, False, 1
         )
     else:
-        pointer = address.to(tl.pointer_type(tl.int32))
-        return tl.atomic_add(pointer, 0, sem="acquire", scope="sys")
+        return tl.atomic_add(_words(address), 0, sem="acquire", scope="sys")
 
 
 @triton.jit
@@ -296,16 +311,18 @@ def _now(spins):
 
 
 @triton.jit
-def _wait(address, value, peer, failure, timeout_ns, FAILED: tl.constexpr):
-    """Until the flag has the value, or the time is over."""
+def _wait(address, value, peer, failure, patience, FAILED: tl.constexpr):
+    """Until the flag has the value, or `patience` is over. -> whether it has it"""
     spins = tl.cast(0, tl.int32)
     began = _now(spins)
     seen = _acquire(address)
-    while (seen < value) & (_now(spins) - began < timeout_ns):
+    while (seen - value < 0) & (_now(spins) - began < patience):
         seen = _acquire(address)
         spins += 1
-    if seen < value:
+    there = seen - value >= 0
+    if (patience > 0) & (seen - value < 0):
         tl.store(failure + 1, peer)
         tl.store(failure + 2, value)
         tl.store(failure, FAILED)
     tl.debug_barrier()
+    return there

@@ -1,6 +1,6 @@
 """Which rows a rank sends where, and the small message of ids and gates that goes with them.
 
-On a GPU four launches for the order and one for the message (`ep_moe.kernels.send`), none of which
+On a GPU five launches for the order and one for the message (`ep_moe.kernels.send`), none of which
 waits for the host.
 """
 

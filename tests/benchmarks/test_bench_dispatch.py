@@ -9,7 +9,7 @@ from benchmarks.bench_dispatch import ALL_ROWS, Bench, DispatchBench
 from benchmarks.records import Recorder
 from ep_moe.parallel import Process
 from ep_moe.testing import run_ranks
-from tests.dispatch.windows import share_files
+from tests.dispatch.windows import needs_interpreter, share_files
 
 SMALL = {
     "hidden_size": 8,
@@ -54,6 +54,7 @@ def on_ranks(rank, folder, window_files, changes, broken=False):
     Bench(config, process, Recorder.start(folder, process), None).run()
 
 
+@needs_interpreter
 def test_every_transport_is_timed_beside_a_row_for_every_choice(tmp_path):
     run_ranks(on_ranks, 2, str(tmp_path), str(tmp_path), {"skew": 1.5})
     found = {(r["case"]["scope"], r["case"]["tokens"], r["impl"]) for r in records(tmp_path)}

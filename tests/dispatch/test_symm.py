@@ -1,7 +1,9 @@
 """Rows written into the peers' memory: whole layers, waits that end, graphs. The moves themselves
 are in `test_transports`."""
 
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,13 +11,13 @@ import torch.distributed as dist
 
 from ep_moe import BackendUnavailable, ConfigError, ExpertParallel, InputError, MoEConfig, MoELayer
 from ep_moe.dispatch import symm
-from ep_moe.errors import DispatchTimeout
+from ep_moe.errors import CallMismatch, DispatchTimeout
 from ep_moe.kernels import symm as kernels
 from ep_moe.testing import run_ranks
 from tests.dispatch.ep_cases import compare, expert_parallel, one_process
 from tests.dispatch.test_expert_parallel import CASES
-from tests.dispatch.test_transports import SHARES, check_moves, rank_moves
-from tests.dispatch.windows import share_files
+from tests.dispatch.test_transports import SHARES, check_moves, moves, rank_moves
+from tests.dispatch.windows import needs_interpreter, share_files
 
 MOST = 40  # tokens of a rank
 ON_ONE_GPU = {
@@ -43,6 +45,7 @@ def check_layers(world_size, names, folder, device="cpu", **how):
         compare(case, [got[i] for got in ranks], one_process(case, device))
 
 
+@needs_interpreter
 def test_layers_equal_one_process(tmp_path):
     names = ("uneven, 2", "no tokens anywhere", "padding", "checkpoint, one empty rank", "bf16")
     check_layers(2, names, tmp_path, timeout=120.0)
@@ -129,7 +132,7 @@ def test_a_wait_ends_and_says_for_whom():
         timeout_ns=2_000_000,
     )
     assert ints.tolist() == [1, kernels.COUNTS, 1, 1]  # epoch 1; the counts of rank 1 in epoch 1
-    assert counts.tolist() == [[3, 2], [0, 0]]
+    assert counts.tolist() == [[0, 0], [0, 0]]
 
 
 def alone(rank, folder):
@@ -146,6 +149,7 @@ def alone(rank, folder):
             layer(torch.randn(4, case.config.hidden_size))
 
 
+@needs_interpreter
 def test_an_absent_peer_is_named(tmp_path):
     run_ranks(alone, 2, str(tmp_path))
 
@@ -160,6 +164,20 @@ def test_what_it_refuses(monkeypatch):
         symm._words(torch.zeros(2, 3, dtype=torch.bfloat16))
 
 
+def test_rows_as_words():
+    """That begin within a word, or do not lie side by side, such as the gradient of a sum."""
+    within = torch.arange(9.0, dtype=torch.bfloat16)[1:].view(4, 2)
+    for rows in (within, torch.rand(4, 3).t(), torch.rand(()).expand(3, 4)):
+        words = symm._words(rows)
+        assert words.is_contiguous()
+        assert torch.equal(words.view(rows.dtype), rows)
+
+
+def test_a_group_without_a_timeout():
+    ep = SimpleNamespace(peers=SimpleNamespace(timeout=math.inf))
+    assert symm.SymmTransport._timeout_ns.fget(SimpleNamespace(ep=ep)) == 2**62
+
+
 def too_many(rank, folder):
     share_files(folder)
     config = replace(over_windows(CASES["balanced, 2"]).config, max_tokens_per_rank=3)
@@ -168,5 +186,90 @@ def too_many(rank, folder):
         layer(torch.randn(4, config.hidden_size))
 
 
+@needs_interpreter
 def test_more_tokens_than_the_buffers_hold(tmp_path):
     run_ranks(too_many, 1, str(tmp_path))
+
+
+def unlike(rank, folder):
+    share_files(folder)
+    config = over_windows(CASES["balanced, 2"]).config
+    layer = MoELayer(replace(config, max_tokens_per_rank=MOST + rank), dist.group.WORLD)
+    with pytest.raises(ConfigError, match=r"max_tokens_per_rank.*the same on every rank"):
+        layer(torch.randn(4, config.hidden_size))
+
+
+@needs_interpreter
+def test_buffers_of_other_sizes_on_other_ranks(tmp_path):
+    run_ranks(unlike, 2, str(tmp_path))
+
+
+def different_order(rank, folder):
+    share_files(folder)
+    case = over_windows(CASES["balanced, 2"])
+    layers = [MoELayer(case.config, dist.group.WORLD) for _ in "12"]
+    x = torch.randn(4, case.config.hidden_size)
+    layers[0](x)
+    with pytest.raises(CallMismatch, match=r"rank 1 is at layer 1, call 1, forward, the counts"):
+        layers[rank](x)
+
+
+@needs_interpreter
+def test_ranks_that_call_different_layers(tmp_path):
+    run_ranks(different_order, 2, str(tmp_path), environ={"EP_MOE_CHECK": "1"})
+
+
+def growing(rank, folder):
+    """Layers of wider rows or more tokens; a CUDA graph holds the second one's window."""
+    share_files(folder)
+    config = over_windows(CASES["balanced, 2"]).config
+    windows = []
+    for hidden_size, most in ((16, 40), (64, 40), (32, 40), (32, 100), (128, 40), (256, 40)):
+        sizes = {"hidden_size": hidden_size, "max_tokens_per_rank": most}
+        layer = MoELayer(replace(config, **sizes), dist.group.WORLD)
+        with torch.inference_mode():
+            layer(torch.randn(3 + rank, hidden_size))
+        layer(torch.randn(3 + rank, hidden_size))[0].sum().backward()
+        windows.append(layer.ep.peers.shared["symm"])
+        windows[-1].captured |= hidden_size == 64
+    first, second, same, third, fourth, fifth = windows
+    assert same is second
+    assert [w.max_tokens * w.row_bytes for w in windows] == [
+        40 * 64,
+        40 * 256,
+        40 * 256,
+        100 * 128,
+        40 * 512,
+        40 * 1024,
+    ]
+    assert [w.kept for w in (first, second, third, fourth, fifth)] == [None, None, *[second] * 3]
+    assert not any(w.seen.is_inference() or w.memory.is_inference() for w in windows)
+    first.failure[:] = torch.tensor([kernels.ROWS, 1 - rank, 7])
+    with pytest.raises(DispatchTimeout, match=rf"rows.*rank {1 - rank} \(epoch 7\)"):
+        layer(torch.randn(4, 256))
+
+
+@needs_interpreter
+def test_windows_grow(tmp_path):
+    """A failure of any of them stays one, and what a graph writes stays memory."""
+    run_ranks(growing, 2, str(tmp_path))
+
+
+def around_the_end_of_the_epochs(rank, folder):
+    share_files(folder)
+    found = [moves(rank, "symm", (6, 5), "random", "cpu")]
+    window = ExpertParallel.resolve(dist.group.WORLD).peers.shared["symm"]
+    dist.barrier()
+    for epochs in (window.epochs, window.count_epoch):
+        epochs.fill_(2**31 - 1 - len(epochs))
+    found += [moves(rank, "symm", (6, 5), "random", "cpu") for _ in range(2)]
+    assert window.epochs[0] < 0
+    assert window.count_epoch < 0
+    return found
+
+
+@needs_interpreter
+def test_epochs_wrap_around(tmp_path):
+    ranks = run_ranks(around_the_end_of_the_epochs, 2, str(tmp_path))
+    for found in zip(*ranks, strict=True):
+        check_moves("symm", (6, 5), "random", list(found))

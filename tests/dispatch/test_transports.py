@@ -10,7 +10,7 @@ from torch import Tensor
 from ep_moe import ConfigError, ExpertParallel, Routing, make_transport
 from ep_moe.dispatch import TRANSPORTS
 from ep_moe.testing import assert_close, run_ranks
-from tests.dispatch.windows import share_files
+from tests.dispatch.windows import needs_interpreter, share_files
 
 E, K, H = 24, 3, 5
 SHARES = {  # tokens of each rank
@@ -91,10 +91,9 @@ def expected_arrivals(name, world_size, tokens, choice, rank):
     return torch.stack(rows), torch.tensor(ids, dtype=torch.int32), torch.stack(gates)
 
 
+MARKS = {"symm": [needs_interpreter], ("symm", 8): [pytest.mark.slow]}  # two minutes of it
 RUNS = [
-    pytest.param(
-        name, ranks, marks=[pytest.mark.slow] if (name, ranks) == ("symm", 8) else []
-    )  # a minute of Triton's interpreter
+    pytest.param(name, ranks, marks=MARKS.get(name, []) + MARKS.get((name, ranks), []))
     for name in TRANSPORTS
     for ranks in (1, 2, 3, 4, 8)
 ]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ep_moe.kernels import grouped_gemm as plain
+from ep_moe.kernels import hopper as hopper_kernels
 from ep_moe.kernels.device import architecture
 from ep_moe.kernels.grouped_wgrad import grouped_wgrad
 from ep_moe.kernels.tiles import Tile
@@ -113,6 +114,33 @@ def test_hidden_and_back(tile, sizes, activation, keep, hopper):
     same(got.pre, expected.pre, rows)
     same(got.weighted_h, expected.weighted_h, rows)
     same(got.gate[0], expected.gate[0], rows)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_an_activation_without_a_gate_half_goes_elsewhere(activation, device, monkeypatch):
+    """There the two halves of a tile are gate and up."""
+    asked = []
+    monkeypatch.setattr(hopper_kernels, "grouped_gemm", lambda *_, **how: asked.append(how))
+    monkeypatch.setattr(hopper_kernels, "architecture", lambda _: "sm_90")
+    packed = make_packed((7, 3), 9, 2, device)
+    width = 16 if activation == "relu2" else 32
+    up = normal(2, width, 64, device=device, dtype=torch.float16)
+    x = normal(9, 64, device=device, dtype=torch.float16)
+    tile = Tile(16, 16, 16, 4, 2, specialize=True)
+    h, _ = plain.hidden(x, up, packed, activation=activation, keep=True, tile=tile)
+    assert len(asked) == (activation == "swiglu")
+    assert h[:10].isfinite().all() == (activation == "relu2")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_other_gpus_have_no_such_warps(arch, monkeypatch):
+    """Their compiler ends the process. A table of tiles may come from elsewhere (EP_MOE_TILES)."""
+    monkeypatch.setattr(hopper_kernels, "architecture", lambda _: arch)
+    x = torch.zeros(8, 64, dtype=torch.bfloat16)
+    assert hopper_kernels.serves(x, None, depth=64) == (arch == "sm_90")
+    assert not hopper_kernels.serves(x, None, depth=72)
+    assert not hopper_kernels.serves(x.float())
+    assert not hopper_kernels.serves(x[:, :60].contiguous())
 
 
 @pytest.mark.parametrize("gathered", [None, "d_y", "x"])

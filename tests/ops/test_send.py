@@ -1,5 +1,8 @@
 """The order in which a rank sends, against a loop over tokens."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -76,3 +79,19 @@ def test_the_worked_example():
     ids = torch.tensor([[0, 1], [3, 0]], dtype=torch.int32)
     order = ops.send_order(ids, 4, 2)
     assert [value.tolist() for value in order] == [[0, 1, 1], [[0, -1], [1, 2]], [0, 2, 3], [3, 1]]
+
+
+BAD_ID = """
+import torch
+from ep_moe import ops
+ops.send_order(torch.tensor([[0], [4]], dtype=torch.int32, device="cuda"), 4, 2)
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+def test_an_id_that_is_no_expert_stops_the_gpu(require_gpu):
+    """It would go nowhere. In a process of its own, whose device is lost with it."""
+    done = subprocess.run([sys.executable, "-c", BAD_ID], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "neither -1 nor an expert" in done.stderr + done.stdout
