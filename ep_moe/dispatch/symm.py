@@ -7,9 +7,10 @@ All layers of a group share one window of memory, as large as the largest of the
 
 import os
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe import check, ops
@@ -117,7 +118,7 @@ def allocate(size: int, ep: ExpertParallel, device: torch.device) -> tuple[Tenso
 
     try:
         memory = symmetric.empty(size, dtype=torch.uint8, device=device)
-        handle = symmetric.rendezvous(memory, ep.group)
+        handle = symmetric.rendezvous(memory, cast(dist.ProcessGroup, ep.group))
     except RuntimeError as error:
         raise BackendUnavailable(
             "transport = 'symm' needs GPUs of one host that reach each other's memory, and torch "
@@ -139,7 +140,7 @@ class SymmTransport:
                 "fixed size",
             )
         self.ep, self.max_tokens = ep, max_tokens_per_rank
-        self.layer, self.calls = next(ep.peers.layers), 0
+        self.layer, self.calls, self.agreed = next(ep.peers.layers), 0, False
 
     def __deepcopy__(self, _: dict[int, Any]) -> "SymmTransport":
         return SymmTransport(self.ep, self.max_tokens)  # of a layer of its own
@@ -155,6 +156,11 @@ class SymmTransport:
         order = ops.send_order(routing.ids, num_experts, self.ep.size)
         message = ops.message(routing.ids, routing.gate_weights, order, each)
         self._check("the counts")
+        if not self.agreed and not _capturing():
+            most = self.ep.peers.gather(self.max_tokens, f"the first call of layer {self.layer}")
+            if most.count(most[0]) < len(most):
+                raise ConfigError("max_tokens_per_rank", most, "the same on every rank")
+            self.agreed = True
         window = self._window(_words(x), message)
         counts = kernels.exchange_counts(
             order.offsets,
@@ -171,7 +177,7 @@ class SymmTransport:
         self._move(counts, message, None, arrived, "ids and gates out")
         gates = arrived[:, top_k:].clone(memory_format=torch.contiguous_format)
         local_ids = arrived[:, :top_k].contiguous()
-        plan = SymmPlan(local_ids, order, counts, rows * min(top_k, each))
+        plan = SymmPlan(local_ids, order, counts, rows * top_k)
         return Sent(plan, self.replay(plan, x), gates.view(routing.gate_weights.dtype))
 
     def replay(self, plan: SymmPlan, x: Tensor) -> Tensor:

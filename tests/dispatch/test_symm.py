@@ -9,8 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_moe import BackendUnavailable, ConfigError, ExpertParallel, InputError, MoEConfig, MoELayer
-from ep_moe.dispatch import symm
+from ep_moe import (
+    BackendUnavailable,
+    ConfigError,
+    ExpertParallel,
+    InputError,
+    MoEConfig,
+    MoELayer,
+    Routing,
+)
+from ep_moe.dispatch import dispatch, symm
 from ep_moe.errors import CallMismatch, DispatchTimeout
 from ep_moe.kernels import symm as kernels
 from ep_moe.testing import run_ranks
@@ -202,6 +210,40 @@ def unlike(rank, folder):
 @needs_interpreter
 def test_buffers_of_other_sizes_on_other_ranks(tmp_path):
     run_ranks(unlike, 2, str(tmp_path))
+
+
+def unlike_with_a_window(rank, folder):
+    """The window of an earlier layer is large enough for both."""
+    share_files(folder)
+    config = over_windows(CASES["balanced, 2"]).config
+    x = torch.randn(4, config.hidden_size)
+    MoELayer(config, dist.group.WORLD)(x)
+    layer = MoELayer(replace(config, max_tokens_per_rank=5 + rank), dist.group.WORLD)
+    with pytest.raises(ConfigError, match=r"max_tokens_per_rank = \[5, 6\].*same on every rank"):
+        layer(x)
+
+
+@needs_interpreter
+def test_unlike_numbers_of_tokens_in_one_window(tmp_path):
+    run_ranks(unlike_with_a_window, 2, str(tmp_path))
+
+
+def one_expert_for_all_choices(rank, folder):
+    """More choices live on one rank than it has experts."""
+    share_files(folder)
+    config = over_windows(CASES["balanced, 2"]).config
+    config = replace(config, num_experts=2, top_k=2, max_tokens_per_rank=3)
+    layer = MoELayer(config, dist.group.WORLD)
+    x, ids = torch.randn(3, config.hidden_size), torch.zeros(3, 2, dtype=torch.int32)
+    arrived = dispatch(x, Routing(ids, torch.ones(3, 2)), 2, layer.transport)
+    return int((arrived.local_ids >= 0).sum()), arrived.max_packed
+
+
+@needs_interpreter
+def test_an_expert_that_is_named_twice_has_room(tmp_path):
+    (here, room), (none, _) = run_ranks(one_expert_for_all_choices, 2, str(tmp_path))
+    assert (here, none) == (12, 0)
+    assert room >= here
 
 
 def different_order(rank, folder):
