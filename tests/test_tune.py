@@ -165,8 +165,18 @@ def test_the_nearest_product_of_the_same_form_lends_its_tile(tmp_path, monkeypat
     monkeypatch.setenv("EP_MOE_TILES", str(path))
     for rows, expected in [(1, few), (16, few), (500, many), (100_000, many), (0, few)]:
         assert tile_for(PRODUCT._replace(rows=rows), "sm_90") == expected
-    for other in (PRODUCT._replace(form="dgrad"), PRODUCT._replace(itemsize=4)):
+    between = [PRODUCT._replace(rows=rows) for rows in (32, 100, 250)]
+    for other in (PRODUCT._replace(form="dgrad"), PRODUCT._replace(itemsize=4), *between):
         assert tile_for(other, "sm_90") == default_tile(other, "sm_90")
+
+
+def test_a_tile_for_descriptors_does_not_serve_what_has_none(tmp_path, monkeypatch):
+    path = table(tmp_path, (PRODUCT, SMALL._replace(tma=True)))
+    monkeypatch.setenv("EP_MOE_TILES", str(path))
+    assert tile_for(PRODUCT, "sm_90").tma
+    for odd in (PRODUCT._replace(depth=1411), PRODUCT._replace(columns=2050)):
+        assert tile_for(odd, "sm_90") == default_tile(odd, "sm_90")
+        assert not tile_for(odd, "sm_90").tma
 
 
 def test_exact_takes_one_tile_whatever_the_number_of_rows_and_the_table(tmp_path, monkeypatch):

@@ -43,11 +43,10 @@ def tile_for(product: Product, arch: str, *, exact: bool = False) -> Tile:
 def default_tile(product: Product, arch: str) -> Tile:
     """For what nobody has measured. Without descriptors it fits every GPU: 64 KiB of shared
     memory."""
-    form, itemsize, rows, depth, columns = product
+    form, itemsize, rows, *_ = product
     if itemsize == 4:
         return Tile(32, 64, 32, warps=4, stages=2, step=16)
-    width = columns // 2 if form == "hidden" else columns  # of the result
-    descriptors = arch in ("sm_90", "sm_100") and not (depth % 8 or width % 8)
+    descriptors = arch in ("sm_90", "sm_100") and _has_descriptors(product)
     if rows <= 16 and form != "wgrad":  # where rows are what is summed over
         if not descriptors:
             return Tile(16, 64, 64, warps=4, stages=3)
@@ -81,7 +80,20 @@ def _nearest(product: Product, arch: str, path: str | None) -> Tile:
     ]
     if not alike:
         return default_tile(product, arch)
-    return min(alike, key=lambda entry: _distance(entry[0], product))[1]
+    other, tile = min(alike, key=lambda entry: _distance(entry[0], product))
+    # Between a few rows and hundreds a tile made for either reads weights or rows again.
+    between = product.rows < 512 and max(product.rows, other.rows) > 16
+    far = between and _doublings(product.rows, other.rows) > 1.5
+    if far or (tile.tma and not _has_descriptors(product)):  # which made it the fastest
+        return default_tile(product, arch)
+    return tile
+
+
+def _has_descriptors(product: Product) -> bool:
+    """Rows of weights and results are multiples of 16 bytes."""
+    width = product.columns // 2 if product.form == "hidden" else product.columns
+    numbers = 16 // product.itemsize
+    return not (product.depth % numbers or width % numbers)
 
 
 @functools.cache
@@ -98,6 +110,8 @@ def _table(arch: str, path: str | None) -> list[tuple[Product, Tile]]:
 
 
 def _distance(a: Product, b: Product) -> float:
-    """Doublings between them."""
-    sizes = zip(a[2:], b[2:], strict=True)
-    return sum(abs(log2(max(m, 1) / max(n, 1))) for m, n in sizes)
+    return sum(_doublings(m, n) for m, n in zip(a[2:], b[2:], strict=True))
+
+
+def _doublings(m: int, n: int) -> float:
+    return abs(log2(max(m, 1) / max(n, 1)))
