@@ -13,6 +13,8 @@ Scopes:
 Peers without a gradient (vLLM, FlagGems, SGLang) are in select and pack, each in the variants that
 its kernels compute.
 
+kernels: how many kernels, copies and fills one call runs on the GPU.
+
 Times in a graph are device times. Eager ones below about 20 us per kernel are the host's.
 """
 
@@ -40,6 +42,7 @@ from benchmarks.routing_peers import (
 from ep_moe import SelectionConfig, ops
 from ep_moe.config import parse_args
 from ep_moe.kernels.pack import pack
+from ep_moe.measure import kernels_of
 from ep_moe.parallel import Process
 
 Scope = Literal["select", "losses", "pack", "backward", "backward, losses", "logits"]
@@ -218,7 +221,11 @@ class Bench:
             implementations, methods=methods, windows=windows, process=process
         ):
             timed = {**case, "method": method, **asdict(window)}
-            self.recorder.add("router", name, timed, timing.metrics())
+            metrics = timing.metrics()
+            if process.device.type == "cuda":
+                kernels = kernels_of(implementations[name].calls[0])
+                metrics["kernels"] = (len(kernels), "kernels")
+            self.recorder.add("router", name, timed, metrics)
             what = ", ".join(str(value) for value in case.values() if value)
             say(f"{what}, {method}: {name} {timing.median_ms * 1e3:.4g} us", process)
 

@@ -7,7 +7,7 @@ kernels launched without a torch operator (Triton's), which the profiler's own s
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from ep_moe.parallel import Process
 
 _PREFIX = "ep_moe."
 _MEASURED = "ep_moe_measured"
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 Event = Mapping[str, Any]  # of a chrome trace: name, cat, ph, pid, tid, ts and dur in µs, args
 
@@ -43,16 +44,21 @@ def profile_stages(process: Process) -> Iterator[dict[str, float]]:
             yield times
         if on_gpu:
             torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    mine = stage_times(events, on_gpu=on_gpu)
+    mine = stage_times(_events(profiler), on_gpu=on_gpu)
     of_ranks = [mine] * process.world_size
     if process.group is not None:
         dist.all_gather_object(of_ranks, mine, group=process.group)
     for name in mine:
         times[name] = sum(rank.get(name, 0.0) for rank in of_ranks) / process.world_size
+
+
+def kernels_of(call: Callable[[], object]) -> list[str]:
+    """Names of all that a call runs on a GPU: kernels, copies and fills."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler writes to stderr
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    return [e["name"] for e in _events(profiler) if e.get("cat") in _ON_GPU]
 
 
 def stage_times(events: Iterable[Event], *, on_gpu: bool) -> dict[str, float]:
@@ -87,6 +93,13 @@ def stage_times(events: Iterable[Event], *, on_gpu: bool) -> dict[str, float]:
     return {**times, "other": total - in_stages, "total": total}
 
 
+def _events(profiler: profile) -> list[Event]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return json.loads(path.read_text())["traceEvents"]
+
+
 def _enclosing(event: Event, ranges: Sequence[Event]) -> list[Event]:
     """The ranges around the event on its thread, outermost first; itself too, if it is one."""
 
@@ -110,5 +123,5 @@ def _kernels(complete: Sequence[Event]) -> Iterator[tuple[Event, float]]:
         if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
     }
     for e in complete:
-        if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+        if e.get("cat") in _ON_GPU:
             yield launches.get(e["args"]["correlation"], e), e["dur"] / 1e3

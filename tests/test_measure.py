@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import ep_moe
-from ep_moe.measure import profile_stages, stage_times
+from ep_moe.measure import kernels_of, profile_stages, stage_times
 
 
 def event(cat, name, ts, dur, tid=1, **args):
@@ -80,3 +80,12 @@ def test_every_range_of_a_layer_is_found(device):
     assert times["other"] >= 0
     stages = sum(ms for name, ms in times.items() if "/" not in name and name != "total")
     assert stages == pytest.approx(times["total"])
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("require_gpu")
+def test_kernels_copies_and_fills_of_a_call_are_counted():
+    x = torch.ones(8, device="cuda")
+    assert kernels_of(lambda: None) == []
+    assert len(kernels_of(lambda: x.add(1).mul(2))) == 2
+    assert len(kernels_of(lambda: x.zero_().copy_(x + 1))) == 3

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ep_moe import SelectionConfig, ops, oracle, select_experts, total_aux
 from ep_moe.kernels import scores
 from ep_moe.kernels import select as kernel
+from ep_moe.measure import kernels_of
 from ep_moe.routing import Router
 from ep_moe.testing import assert_close
 from tests.helpers import in_layout, small_config
@@ -367,8 +368,6 @@ def test_one_launch(kind, require_gpu):
             )
 
     run()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-    kernels = [e.name for e in profile.events() if e.device_type.name == "CUDA"]
+    kernels = kernels_of(run)
     # The sums of the programs' partial sums are one small reduction each.
     assert len(kernels) == {"forward": 1, "with sums": 3, "backward": 2}[kind], kernels
