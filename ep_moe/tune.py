@@ -129,9 +129,9 @@ def shapes(product: Product, arch: str) -> list[Tile]:
     elif product.rows <= 16 and product.form != "wgrad":
         found = [
             Tile(16, n, k, 4, stages, per_sm=per_sm)
-            for n, k in ((32, 128), (64, 128), (128, 64), (128, 128), (64, 256), (32, 256))
+            for n, k in ((32, 128), (64, 128), (128, 128), (64, 256), (32, 256))
             for stages in (3, 4, 5)
-            for per_sm in (1, 2, 4)
+            for per_sm in (2, 4, 64)
         ]
     else:
         found = [
@@ -149,9 +149,9 @@ def shapes(product: Product, arch: str) -> list[Tile]:
             Tile(64, 128, 64, 4, 4, per_sm=2),
         ]
     if product.form == "gradient":  # more in registers: fewer numbers for each thread
-        found += [t._replace(step=0) for t in found]
-        found = [t for t in found if not t.step or t.block_m * t.block_n // t.warps <= 2048]
-        found = [t for t in found if not t.step or not t.specialize]
+        few = [t for t in found if t.block_m * t.block_n // t.warps <= 2048]
+        afterwards = [t._replace(step=0) for t in found]
+        found = [Tile(128, 256, 64, 8, 3, specialize=True), *few, *afterwards]
     if halved:
         found = [t._replace(block_n=t.block_n // 2) for t in found]
     if arch != "sm_90":

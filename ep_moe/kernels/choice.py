@@ -50,9 +50,9 @@ def default_tile(product: Product, arch: str) -> Tile:
     if rows <= 16 and form != "wgrad":  # where rows are what is summed over
         if not descriptors:
             return Tile(16, 64, 64, warps=4, stages=3)
-        # several programs a multiprocessor: one reads while another changes tiles
-        stages, per_sm = (3, 2) if form == "hidden" else (4, 3)
-        return Tile(16, 64, 128, warps=4, stages=stages, per_sm=per_sm, tma=True)
+        # A program a tile: one reads while another changes tiles, and all end together.
+        stages = 5 if form == "hidden" else 3
+        return Tile(16, 64, 128, warps=4, stages=stages, per_sm=64, tma=True)
     if not descriptors:
         return Tile(64 if rows <= 64 or form == "gradient" else 128, 64, 32, warps=4, stages=3)
     if rows <= 64:
@@ -84,7 +84,9 @@ def _nearest(product: Product, arch: str, path: str | None) -> Tile:
     # Between a few rows and hundreds a tile made for either reads weights or rows again.
     between = product.rows < 512 and max(product.rows, other.rows) > 16
     far = between and _doublings(product.rows, other.rows) > 1.5
-    if far or (tile.tma and not _has_descriptors(product)):  # which made it the fastest
+    # What made it the fastest is not to be had there.
+    gathers = tile.specialize and product.form in ("hidden", "gradient") and not tile.copy
+    if far or (tile.tma and not _has_descriptors(product)) or (gathers and product.depth % 64):
         return default_tile(product, arch)
     return tile
 

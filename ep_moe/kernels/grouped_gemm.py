@@ -116,6 +116,8 @@ def hidden_backward(
     slots, width = len(pre), weight.shape[2]
     pre = pre.view(slots, halves, width)
     d_pre, weighted_h = torch.empty_like(pre), d_out.new_empty(slots, 1, width)
+    if tile.specialize and halves == 1:  # so large a tile and its ending: only in `hopper_gradient`
+        tile = tile._replace(step=0)
     d_gate = None
     if gates is not None:
         blocks = triton.cdiv(width, tile.block_n) if tile.step else 1
@@ -179,30 +181,47 @@ def _launch(
         weight_halves, depth, halves = 1, weight.shape[1], 1
     else:
         weight_halves, depth = halves, weight.shape[2]
-    most = (triton.cdiv(slots, tile.block_m) + experts) * triton.cdiv(columns, tile.block_n)
+    most = min(triton.cdiv(slots, tile.block_m) + experts, slots)
+    most *= triton.cdiv(columns, tile.block_n)
     if not slots:
         return
     gathered = arrived_of_packed is not None
     if gathered and tile.copy:
         x, gathered = gather(x, arrived_of_packed, offsets), False
     # A tile's two halves there are gate and up, or nothing stands behind the product.
-    halved = ENDING == "product" or (ENDING == "activation" and halves == 2)
-    if tile.specialize and bias is None and gates is None and halved:
-        from ep_moe.kernels import hopper  # for NVIDIA alone
+    halved = ENDING == "product" or halves == 2
+    if tile.specialize and bias is None and halved and (gates is None or ENDING == "gradient"):
+        from ep_moe.kernels import hopper, hopper_gradient  # for NVIDIA alone
 
-        if hopper.serves(x, weight, y, pre, depth=depth if gathered else None):
-            index = arrived_of_packed if gathered else None
-            hopper.grouped_gemm(
-                tile,
-                x,
-                weight,
-                offsets,
-                arrived_of_packed=index,
-                y=y,
-                pre=pre,
-                transposed=TRANSPOSED,
-                activation=ACTIVATION or None,
-            )
+        if hopper.serves(x, weight, y, pre, d_pre, depth=depth if gathered else None):
+            if ENDING == "gradient":
+                hopper_gradient.hidden_backward(
+                    tile,
+                    x,
+                    weight,
+                    offsets,
+                    gathered=gathered,
+                    arrived_of_packed=arrived_of_packed,
+                    choice_of_packed=choice_of_packed,
+                    gates=gates,
+                    pre=pre,
+                    d_pre=d_pre,
+                    weighted_h=y,
+                    d_gate=d_gate,
+                    activation=ACTIVATION,
+                )
+            else:
+                hopper.grouped_gemm(
+                    tile,
+                    x,
+                    weight,
+                    offsets,
+                    arrived_of_packed=arrived_of_packed if gathered else None,
+                    y=y,
+                    pre=pre,
+                    transposed=TRANSPOSED,
+                    activation=ACTIVATION or None,
+                )
             return
     tma = tile.tma and takes_descriptors(weight, None if gathered else x, y, pre, d_pre)
     stores = tma and tile.tma_store

@@ -23,10 +23,11 @@ from ep_moe.kernels.tiles import FAR, Tile, programs, takes_descriptors
 # They were renamed after triton 3.6.
 async_load = getattr(tma, "async_load", tma.async_copy_global_to_shared)
 async_store = getattr(tma, "async_store", tma.async_copy_shared_to_global)
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 async_gather = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
 
 FETCHING, MULTIPLYING = gl.constexpr(4), gl.constexpr(8)  # warps
-BLOCK_K = 64
+BLOCK_K, COLUMNS = 64, 64  # of a stage; that leave together
 ARCHITECTURES = ("sm_90", "interpreter")  # the latter where kernels are compiled without a GPU
 REGISTERS = gl.constexpr(56)  # of a thread that fetches
 
@@ -57,8 +58,8 @@ def grouped_gemm(
     columns, experts = y.shape[2], len(weight)
     halves = 1 if transposed else weight.shape[1] // columns
     depth = weight.shape[1 if transposed else 2]
+    results = tile.block_n // COLUMNS * (1 + (0 if pre is None else halves))
     m, n, k = tile.block_m, tile.block_n, tile.block_k
-    out = n * halves // 2  # columns of a result that leave together
     gathered = arrived_of_packed is not None
     if transposed:
         by_depth = descriptor(weight, [1, k, n])
@@ -67,8 +68,8 @@ def grouped_gemm(
     _grouped_gemm[(programs(tile, 1 << 30, y.device),)](
         x if gathered else descriptor(x, [m, k]),
         by_depth,
-        ragged(y, m, out),
-        None if pre is None else ragged(pre, m, out),
+        ragged(y, m, COLUMNS),
+        None if pre is None else ragged(pre, m, COLUMNS),
         offsets,
         arrived_of_packed,
         experts,
@@ -83,15 +84,19 @@ def grouped_gemm(
         BLOCK_N=n,
         BLOCK_K=k,
         GROUP_M=tile.group_m,
-        **resources(tile),
+        **resources(tile, results),
     )
 
 
-def resources(tile: Tile) -> dict[str, int | bool]:
-    """Buffers of operands and of results, of 227 KiB, and options of the launch."""
-    results = 2 if tile.stages <= 3 else 1
+def resources(tile: Tile, results: int) -> dict[str, int | bool]:
+    """Buffers, and options of the launch. results: parts of 64 columns that a tile stores; the last
+    one takes the last buffer, so that the next tile begins with the one stored longest ago."""
+    wide = 256 if tile.block_m == 128 else 128  # columns of operands
+    room = 224 * 1024 - 2 * tile.stages * BLOCK_K * (tile.block_m + wide)
+    most = room // (2 * tile.block_m * COLUMNS)
+    buffers = next(n for n in (4, 3, 2, 1) if results % n == 0 and n <= max(most, 1))
     options = {"num_warps": 8, "maxnreg": 168, "enable_fp_fusion": True}
-    return {"STAGES": tile.stages, "RESULTS": results, **options}
+    return {"STAGES": tile.stages, "RESULTS": buffers, **options}
 
 
 def descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
@@ -139,7 +144,7 @@ def _grouped_gemm(
     a = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], flat)
     b = gl.allocate_shared_memory(dtype, [STAGES, by_depth[0], by_depth[1]], flat)
     out = gl.allocate_shared_memory(
-        dtype, [RESULTS, 1, 1, BLOCK_M, 1, P * BLOCK_N // 2], gl.NVMMASharedLayout(128, 16, 5)
+        dtype, [RESULTS, 1, 1, BLOCK_M, 1, 64], gl.NVMMASharedLayout(128, 16, 5)
     )
     full, free = start(STAGES, 1 + (32 * FETCHING if GATHER else 0))
     COLUMNS: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -157,7 +162,7 @@ def _grouped_gemm(
                 ),
             ),
             (
-                _fetch,
+                fetch,
                 (
                     a, b, full, free, x, weight, offsets, arrived_of_packed, tiles, K, N, P,
                     TRANSPOSED, GATHER, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES,
@@ -170,7 +175,7 @@ def _grouped_gemm(
 
 
 @gluon.jit
-def _place(
+def place(
     tile,
     expert,
     first,
@@ -198,7 +203,7 @@ def _place(
 
 
 @gluon.jit
-def _fetch(
+def fetch(
     a, b, full, free, x, weight, offsets, arrived_of_packed, tiles,
     K: gl.constexpr, N: gl.constexpr, P: gl.constexpr, TRANSPOSED: gl.constexpr,
     GATHER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
@@ -211,7 +216,7 @@ def _fetch(
     first = 0
     round = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        expert, first, end, row, block = _place(
+        expert, first, end, row, block = place(
             tile, expert, first, offsets, BLOCK_M, COLUMNS, GROUP_M
         )
         column = block * BLOCK_N
@@ -254,13 +259,12 @@ def _multiply(
     COLUMNS: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     WIDE: gl.constexpr = P * BLOCK_N
     HALF: gl.constexpr = WIDE // 2
-    far: gl.constexpr = 1 << 30
     accumulator: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [MULTIPLYING, 1], [16, WIDE, 16])
     expert = 0
     first = 0
     round = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        expert, first, end, row, block = _place(
+        expert, first, end, row, block = place(
             tile, expert, first, offsets, BLOCK_M, COLUMNS, GROUP_M
         )
         column = block * BLOCK_N
@@ -277,17 +281,16 @@ def _multiply(
             round += 1
         acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(free.index((round + STAGES - 1) % STAGES))
-        left, right = acc.reshape([BLOCK_M, 2, HALF]).permute((0, 2, 1)).split()
-        at = far - end + row
         if ACTIVATION is None:
-            result_to(y, left, out, 0, [far, end, at, 0, column], RESULTS)
-            result_to(y, right, out, 1, [far, end, at, 0, column + HALF], RESULTS)
+            result_to(y, acc, out, 0, row, end, 0, column, RESULTS)
         else:
+            gate, up = in_two(acc)
+            PARTS: gl.constexpr = HALF // 64
             if pre is not None:
-                result_to(pre, left, out, 0, [far, end, at, 0, column], RESULTS)
-                result_to(pre, right, out, 1, [far, end, at, 1, column], RESULTS)
-            h = activate(left, right, ACTIVATION)
-            result_to(y, h, out, 2, [far, end, at, 0, column], RESULTS)
+                result_to(pre, gate, out, 0, row, end, 0, column, RESULTS)
+                result_to(pre, up, out, PARTS, row, end, 1, column, RESULTS)
+            h = activate(gate, up, ACTIVATION)
+            result_to(y, h, out, 2 * PARTS, row, end, 0, column, RESULTS)
     tma.store_wait(0)
 
 
@@ -304,10 +307,30 @@ def start(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def result_to(to, value, out, number: gl.constexpr, place, RESULTS: gl.constexpr):
-    """Store result `number` of a tile through one of the buffers, in turn."""
-    buffer = out.index(number % RESULTS)
-    tma.store_wait(RESULTS - 1)
-    buffer.reshape([value.shape[0], value.shape[1]]).store(value.to(to.dtype))
-    hopper.fence_async_shared()
-    async_store(to, place, buffer)
+def in_two(value):
+    """(rows, columns) -> the left and the right half of the columns"""
+    rows: gl.constexpr = value.shape[0]
+    half: gl.constexpr = value.shape[1] // 2
+    return value.reshape([rows, 2, half]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def result_to(
+    to, value, out, number: gl.constexpr, row, end, half: gl.constexpr, column,
+    RESULTS: gl.constexpr,
+):  # fmt: skip
+    """Store 64 columns after another, the first as the tile's result `number`, through one of the
+    buffers in turn; nothing from row `end` on."""
+    if value.shape[1] > 64:
+        left, right = in_two(value)
+        PARTS: gl.constexpr = value.shape[1] // 128
+        middle = column + value.shape[1] // 2
+        result_to(to, left, out, number, row, end, half, column, RESULTS)
+        result_to(to, right, out, number + PARTS, row, end, half, middle, RESULTS)
+    else:
+        far: gl.constexpr = 1 << 30
+        buffer = out.index(number % RESULTS)
+        tma.store_wait(RESULTS - 1)
+        buffer.reshape([value.shape[0], 64]).store(value.to(to.dtype))
+        hopper.fence_async_shared()
+        async_store(to, [far, end, far - end + row, half, column], buffer)

@@ -9,11 +9,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ep_moe.kernels.hopper import (
+    COLUMNS,
     FETCHING,
     MULTIPLYING,
     async_gather,
     async_load,
-    descriptor,
     ragged,
     resources,
     result_to,
@@ -41,7 +41,7 @@ def grouped_wgrad(
     _grouped_wgrad[(programs(tile, tiles, x.device),)](
         d_y if gathered == "d_y" else ragged(d_y[:, None], tile.block_k, tile.block_m),
         x if gathered == "x" else ragged(x[:, None], tile.block_k, tile.block_n),
-        descriptor(d_weight, [1, tile.block_m, tile.block_n // 2]),
+        ragged(d_weight.view(experts * m, 1, n), tile.block_m, COLUMNS),
         offsets,
         arrived_of_packed,
         scale,
@@ -53,7 +53,7 @@ def grouped_wgrad(
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         GROUP_M=tile.group_m,
-        **resources(tile),
+        **resources(tile, tile.block_n // COLUMNS),
     )
 
 
@@ -81,7 +81,7 @@ def _grouped_wgrad(
     a = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_K, 1, BLOCK_M], layout)
     b = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_K, 1, BLOCK_N], layout)
     out = gl.allocate_shared_memory(
-        dtype, [RESULTS, 1, BLOCK_M, BLOCK_N // 2], gl.NVMMASharedLayout(128, 16, 3)
+        dtype, [RESULTS, 1, 1, BLOCK_M, 1, 64], gl.NVMMASharedLayout(128, 16, 5)
     )
     full, free = start(STAGES, 1 if GATHERED is None else 1 + 32 * FETCHING)
     gl.warp_specialize(
@@ -181,7 +181,6 @@ def _multiply(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, RESULTS: gl.constexpr,
 ):  # fmt: skip
-    HALF: gl.constexpr = BLOCK_N // 2
     accumulator: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [MULTIPLYING, 1], [16, BLOCK_N, 16]
     )
@@ -202,7 +201,6 @@ def _multiply(
             round += 1
         acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(free.index((round + STAGES - 1) % STAGES), pred=end > first)
-        left, right = (acc * scale).reshape([BLOCK_M, 2, HALF]).permute((0, 2, 1)).split()
-        result_to(d_weight, left, out, 0, [expert, down, across], RESULTS)
-        result_to(d_weight, right, out, 1, [expert, down, across + HALF], RESULTS)
+        row, end = expert * M + down, (expert + 1) * M
+        result_to(d_weight, acc * scale, out, 0, row, end, 0, across, RESULTS)
     tma.store_wait(0)

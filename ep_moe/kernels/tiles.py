@@ -20,7 +20,8 @@ FAR = 1 << 30  # more rows than any buffer
 
 class Tile(NamedTuple):
     """The shape of a tile and how it is run. A gated product reads two columns of the weight for
-    each of the `block_n` that it writes. `per_sm`: programs on one multiprocessor."""
+    each of the `block_n` that it writes. `per_sm`: programs for one multiprocessor; where these are
+    more than run at once, the GPU starts one when another ends."""
 
     block_m: int
     block_n: int
@@ -51,7 +52,7 @@ class Tile(NamedTuple):
 
 
 def programs(tile: Tile, tiles: int, device: torch.device) -> int:
-    """As many as run at once, at most one a tile."""
+    """At most one a tile."""
     return min(tiles, tile.per_sm * multiprocessors(device))
 
 

@@ -210,7 +210,7 @@ def specialized() -> Iterator[tuple[str, Callable[[], object]]]:
             *(x, down, packed, pre),
             gates=floats(T, K),
             activation="swiglu",
-            tile=wide._replace(step=0),
+            tile=wide,
         ),
         "dgrad": partial(grouped_gemm.grouped_gemm, pre, up, offsets, transposed=True, tile=wide),
         "wgrad, x gathered": partial(

@@ -8,6 +8,8 @@ from ep_moe.kernels import hopper as hopper_kernels
 from ep_moe.kernels.device import architecture
 from ep_moe.kernels.grouped_wgrad import grouped_wgrad
 from ep_moe.kernels.tiles import Tile
+from ep_moe.ops import activation as activations
+from ep_moe.testing import assert_close
 from ep_moe.types import Packed
 from tests.helpers import offsets_of
 
@@ -114,6 +116,38 @@ def test_hidden_and_back(tile, sizes, activation, keep, hopper):
     same(got.pre, expected.pre, rows)
     same(got.weighted_h, expected.weighted_h, rows)
     same(got.gate[0], expected.gate[0], rows)
+
+
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "swiglu_clamped"])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_gradient_in_one_kernel(sizes, activation, copy, hopper):
+    """Not the bits of two kernels, which round what they hand over, but nearer to float64."""
+    make = {"device": hopper, "dtype": torch.bfloat16}
+    packed, rows = make_packed(sizes, 99, 3, hopper), sum(sizes)
+    d_out, pre = normal(99, 192, **make), normal(rows + 5, 2 * 328, **make)
+    down = normal(len(sizes), 192, 328, scale=0.1, **make)
+    gates = torch.rand(99, 3, device=hopper)
+    tile = Tile(128, 256, 64, 8, 3, tma=True, specialize=True, copy=copy)
+    got = plain.hidden_backward(
+        d_out, down, packed, pre, gates=gates, activation=activation, tile=tile
+    )
+    index, choice = packed.arrived_of_packed[:rows].long(), packed.choice_of_packed[:rows].long()
+    expert = torch.repeat_interleave(torch.tensor(sizes, device=hopper))
+    inputs = pre[:rows].double().requires_grad_()
+    gate = gates[index, choice].double().requires_grad_()
+    h = getattr(activations, activation)(inputs)
+    y = torch.einsum("si,shi->sh", h, down.double()[expert])
+    d_inputs, d_gate = torch.autograd.grad(
+        (gate[:, None] * y * d_out[index].double()).sum(), (inputs, gate)
+    )
+    parts = got.gate[:, :rows].sum(0)
+    weighted_h = (gate[:, None] * h).detach()
+    assert_close(got.pre[:rows], d_inputs, name="d_pre", tolerance=3e-3)
+    assert_close(got.weighted_h[:rows], weighted_h, name="weighted h", tolerance=3e-3)
+    assert_close(parts, d_gate, name="d_gate", tolerance=1e-4)
+    for untouched in (got.pre, got.weighted_h, got.gate.T):
+        assert untouched[rows:].isnan().all(), "a row that no expert owns was written"
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])

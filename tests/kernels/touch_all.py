@@ -2,12 +2,16 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer python -m tests.kernels.touch_all
 
-Without the cache each tensor is an allocation of its own, so that a read beyond one is seen.
+With names of tiles it runs those alone. Without the cache each tensor is an allocation of its own,
+so that a read beyond one is seen.
 """
+
+import sys
 
 import torch
 
 from ep_moe import SelectionConfig, ops
+from ep_moe.kernels import symm
 from ep_moe.kernels.device import architecture
 from ep_moe.kernels.grouped_gemm import grouped_gemm, hidden, hidden_backward
 from ep_moe.kernels.grouped_wgrad import grouped_bias_grad, grouped_wgrad
@@ -57,8 +61,9 @@ def experts(
         )
         y = grouped_gemm(found, down, offsets, bias and bias[1], tile=tile)
         ops.weighted_sum(y, gate, packed.packed_of_arrived)
-    back = tile._replace(step=0) if tile.specialize else tile
-    grads = hidden_backward(x, down, packed, pre, gates=gates, activation="swiglu", tile=back)
+    for step in dict.fromkeys((0, tile.step)):
+        back = tile._replace(step=step)
+        grads = hidden_backward(x, down, packed, pre, gates=gates, activation="swiglu", tile=back)
     grouped_gemm(grads.pre, up, offsets, transposed=True, tile=tile)
     if not tile.swap:
         gathered = {"arrived_of_packed": index, "tile": tile}
@@ -67,11 +72,35 @@ def experts(
     grouped_bias_grad(x, offsets, arrived_of_packed=index)
 
 
+def send(tokens: int, h: int, num: int, top_k: int, device: torch.device) -> None:
+    """As to many ranks, then through a window of this one's own."""
+    ids = torch.rand(tokens, num, device=device).topk(top_k, dim=1).indices.int()
+    gates, x = torch.rand(ids.shape, device=device), torch.randn(tokens, h, device=device)
+    for ranks in (num, 1):
+        order = ops.send_order(ids, num, ranks)
+        ops.message(ids, gates, order, num // ranks)
+        rows = ops.gather(x, order.token_of_sent, order.offsets)
+        ops.weighted_sum(rows, None, order.sent_of_token)
+    window = symm.layout(1, tokens, 4 * h)
+    memory = torch.zeros(window.total, dtype=torch.uint8, device=device)
+    pointers = torch.tensor([memory.data_ptr()], device=device)
+    epochs = torch.zeros(symm.PROGRAMS + 1, dtype=torch.int32, device=device)
+    failure = torch.zeros(3, dtype=torch.int32, device=device)
+    how = {"rank": 0, "window": window, "timeout_ns": 10**10}
+    counts = symm.exchange_counts(order.offsets, pointers, epochs[:1], failure, **how)
+    for back, index in ((False, order.token_of_sent), (True, None)):
+        rows, out = x.view(torch.int32), torch.empty_like(x).view(torch.int32)
+        symm.move(rows, index, counts, out, pointers, epochs[1:], failure, back=back, **how)
+    assert not failure.any()
+
+
 def main() -> None:
     device, count = torch.device("cuda", torch.cuda.current_device()), 0
     tiles = TILES | (SPECIALIZED if architecture(device) == "sm_90" else {})
+    tiles = {name: tiles[name] for name in sys.argv[1:] or tiles}
     for tokens, h, i, num, top_k in SIZES:
         router(tokens, num, top_k, device)
+        send(tokens, h, num, top_k, device)
         for name, tile in tiles.items():
             for dtype in (torch.bfloat16, torch.float32):
                 if dtype == torch.bfloat16 or not tile.specialize:
