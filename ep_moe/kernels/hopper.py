@@ -29,6 +29,7 @@ async_gather = getattr(async_copy, "async_load", async_copy.async_copy_global_to
 FETCHING, MULTIPLYING = gl.constexpr(4), gl.constexpr(8)  # warps
 BLOCK_K, COLUMNS = 64, 64  # of a stage; that leave together
 ARCHITECTURES = ("sm_90", "interpreter")  # the latter where kernels are compiled without a GPU
+OPTIONS = {"num_warps": 8, "maxnreg": 168, "enable_fp_fusion": True}
 REGISTERS = gl.constexpr(56)  # of a thread that fetches
 
 
@@ -95,8 +96,7 @@ def resources(tile: Tile, results: int) -> dict[str, int | bool]:
     room = 224 * 1024 - 2 * tile.stages * BLOCK_K * (tile.block_m + wide)
     most = room // (2 * tile.block_m * COLUMNS)
     buffers = next(n for n in (4, 3, 2, 1) if results % n == 0 and n <= max(most, 1))
-    options = {"num_warps": 8, "maxnreg": 168, "enable_fp_fusion": True}
-    return {"STAGES": tile.stages, "RESULTS": buffers, **options}
+    return {"STAGES": tile.stages, "RESULTS": buffers, **OPTIONS}
 
 
 def descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:

@@ -14,20 +14,20 @@ from ep_moe.kernels.hopper import (
     COLUMNS,
     FETCHING,
     MULTIPLYING,
+    OPTIONS,
     async_load,
+    async_store,
     barrier,
     descriptor,
     fetch,
     in_two,
     place,
     ragged,
-    resources,
-    result_to,
     start,
 )
 from ep_moe.kernels.tiles import Tile, programs
 
-STAGES, RESULTS = 3, 3  # beside the pre-activation's two buffers
+STAGES = 3  # beside two buffers of the pre-activation and three of results
 REGISTERS = gl.constexpr(40)  # of a thread that fetches: the others need what it leaves
 
 
@@ -74,7 +74,8 @@ def hidden_backward(
         BLOCK_N=n,
         BLOCK_K=k,
         GROUP_M=tile.group_m,
-        **resources(tile, RESULTS) | {"STAGES": STAGES, "RESULTS": RESULTS},
+        STAGES=STAGES,
+        **OPTIONS,
     )
 
 
@@ -103,7 +104,6 @@ def _hidden_backward(
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
-    RESULTS: gl.constexpr,
 ):
     dtype: gl.constexpr = weight.dtype
     flat: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -111,7 +111,7 @@ def _hidden_backward(
     a = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], flat)
     b = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], flat)
     kept = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_M, 1, 64], ragged_part)
-    out = gl.allocate_shared_memory(dtype, [RESULTS, 1, 1, BLOCK_M, 1, 64], ragged_part)
+    out = gl.allocate_shared_memory(dtype, [3, 1, 1, BLOCK_M, 1, 64], ragged_part)
     here = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(here.index(0), count=1)
     full, free = start(STAGES, 1 + (32 * FETCHING if GATHER else 0))
@@ -127,7 +127,7 @@ def _hidden_backward(
                 (
                     a, b, kept, here, out, full, free, pre, d_pre, weighted_h, d_gate, offsets,
                     arrived_of_packed, choice_of_packed, gates, slots, tiles, K, N, TOP_K,
-                    ACTIVATION, GATHER, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, RESULTS,
+                    ACTIVATION, GATHER, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES,
                 ),
             ),
             (
@@ -149,7 +149,7 @@ def _multiply(
     arrived_of_packed, choice_of_packed, gates, slots, tiles,
     K: gl.constexpr, N: gl.constexpr, TOP_K: gl.constexpr, ACTIVATION: gl.constexpr,
     GATHER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr, STAGES: gl.constexpr, RESULTS: gl.constexpr,
+    GROUP_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     BLOCKS: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     accumulator: gl.constexpr = gl.NVMMADistributedLayout(
@@ -189,7 +189,7 @@ def _multiply(
         mbarrier.arrive(free.index((round + STAGES - 1) % STAGES))
         dot, parts = _through_activation(
             acc, scale, kept, here, parts, out, pre, d_pre, weighted_h, row, end, column,
-            column + BLOCK_N, by_row, ACTIVATION, BLOCK_M, RESULTS,
+            column + BLOCK_N, by_row, ACTIVATION, BLOCK_M,
         )  # fmt: skip
         if d_gate is not None:
             gl.store(d_gate + block.to(gl.int64) * slots + r, dot, mask=r < end)
@@ -211,19 +211,20 @@ def _fetch_part(pre, kept, here, row, end, column, BLOCK_M: gl.constexpr):
 @gluon.jit
 def _through_activation(
     d_h, scale, kept, here, parts, out, pre, d_pre, weighted_h, row, end, column, stop,
-    by_row: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr, RESULTS: gl.constexpr,
+    by_row: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
     """Store scale * h and d_pre; -> <d_h, h> of each row, and how many parts have come. Columns up
     to `stop` belong to this tile."""
+    far: gl.constexpr = 1 << 30
     if d_h.shape[1] > 64:
         left, right = in_two(d_h)
         dot, parts = _through_activation(
             left, scale, kept, here, parts, out, pre, d_pre, weighted_h, row, end, column, stop,
-            by_row, ACTIVATION, BLOCK_M, RESULTS,
+            by_row, ACTIVATION, BLOCK_M,
         )  # fmt: skip
         more, parts = _through_activation(
             right, scale, kept, here, parts, out, pre, d_pre, weighted_h, row, end,
-            column + d_h.shape[1] // 2, stop, by_row, ACTIVATION, BLOCK_M, RESULTS,
+            column + d_h.shape[1] // 2, stop, by_row, ACTIVATION, BLOCK_M,
         )  # fmt: skip
         return dot + more, parts
     else:
@@ -237,10 +238,25 @@ def _through_activation(
         weight = gl.convert_layout(scale, gl.SliceLayout(1, d_h.type.layout))[:, None]
         by_gate, by_up = slopes(gate, up, ACTIVATION)
         d_h *= weight
-        h = (weight * h).to(pre.dtype)  # all three before the first is stored: fewer registers
-        d_gate = (d_h * by_gate).to(pre.dtype)
-        d_up = (d_h * by_up).to(pre.dtype)
-        result_to(weighted_h, h, out, 0, row, end, 0, column, RESULTS)
-        result_to(d_pre, d_gate, out, 1, row, end, 0, column, RESULTS)
-        result_to(d_pre, d_up, out, 2, row, end, 1, column, RESULTS)
+        _store(
+            out,
+            (weight * h).to(pre.dtype),
+            (d_h * by_gate).to(pre.dtype),
+            (d_h * by_up).to(pre.dtype),
+        )
+        at = far - end + row
+        async_store(weighted_h, [far, end, at, 0, column], out.index(0))
+        async_store(d_pre, [far, end, at, 0, column], out.index(1))
+        async_store(d_pre, [far, end, at, 1, column], out.index(2))
         return dot, parts + 1
+
+
+@gluon.jit
+def _store(out, h, d_gate, d_up):
+    """Into the three buffers, all at once, when what was there has left."""
+    shape: gl.constexpr = [h.shape[0], h.shape[1]]
+    tma.store_wait(0)
+    out.index(0).reshape(shape).store(h)
+    out.index(1).reshape(shape).store(d_gate)
+    out.index(2).reshape(shape).store(d_up)
+    hopper.fence_async_shared()

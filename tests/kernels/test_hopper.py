@@ -143,8 +143,8 @@ def test_gradient_in_one_kernel(sizes, activation, copy, hopper):
     )
     parts = got.gate[:, :rows].sum(0)
     weighted_h = (gate[:, None] * h).detach()
-    assert_close(got.pre[:rows], d_inputs, name="d_pre", tolerance=3e-3)
-    assert_close(got.weighted_h[:rows], weighted_h, name="weighted h", tolerance=3e-3)
+    assert_close(got.pre[:rows], d_inputs, name="d_pre", tolerance=4e-3)
+    assert_close(got.weighted_h[:rows], weighted_h, name="weighted h", tolerance=4e-3)
     assert_close(parts, d_gate, name="d_gate", tolerance=1e-4)
     for untouched in (got.pre, got.weighted_h, got.gate.T):
         assert untouched[rows:].isnan().all(), "a row that no expert owns was written"
