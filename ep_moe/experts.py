@@ -203,36 +203,37 @@ def _gradients(ctx: Any, d_out: Tensor) -> list[Tensor | None]:
         numerics=numerics,
     )
     gate = ops.gate_of_packed(gates, packed) if needs_b_down or not on_output else None
-    if needs_down:
-        d_w_down = ops.grouped_gemm_wgrad(
-            d_out,
-            grads.weighted_h,
-            offsets,
-            arrived_of_packed=index,
-            gathered="d_y",
-            scale=scale,
-            numerics=numerics,
-        )
-    if needs_b_down:
-        d_b_down = ops.grouped_bias_grad(
-            d_out,
-            offsets,
-            arrived_of_packed=index,
-            gate_of_packed=gate if on_output else None,
-            scale=scale,
-        )
-    if needs_b_gate_up:
-        d_b_gate_up = ops.grouped_bias_grad(grads.pre, offsets, scale=scale)
-    if needs_gate_up:
-        d_w_gate_up = ops.grouped_gemm_wgrad(
-            grads.pre if gate is None or on_output else ops.gated(grads.pre, gate),
-            rows,
-            offsets,
-            arrived_of_packed=index,
-            gathered="x",
-            scale=scale,
-            numerics=numerics,
-        )
+    with ops.beside(d_out.device) as join:
+        if needs_down:
+            d_w_down = ops.grouped_gemm_wgrad(
+                d_out,
+                grads.weighted_h,
+                offsets,
+                arrived_of_packed=index,
+                gathered="d_y",
+                scale=scale,
+                numerics=numerics,
+            )
+        if needs_b_down:
+            d_b_down = ops.grouped_bias_grad(
+                d_out,
+                offsets,
+                arrived_of_packed=index,
+                gate_of_packed=gate if on_output else None,
+                scale=scale,
+            )
+        if needs_b_gate_up:
+            d_b_gate_up = ops.grouped_bias_grad(grads.pre, offsets, scale=scale)
+        if needs_gate_up:
+            d_w_gate_up = ops.grouped_gemm_wgrad(
+                grads.pre if gate is None or on_output else ops.gated(grads.pre, gate),
+                rows,
+                offsets,
+                arrived_of_packed=index,
+                gathered="x",
+                scale=scale,
+                numerics=numerics,
+            )
     d_gates = grads.gate
     if needs_rows or (needs_gates and not on_output):
         d_packed = ops.grouped_gemm_dgrad(grads.pre, w_gate_up, offsets, numerics=numerics)
@@ -246,4 +247,5 @@ def _gradients(ctx: Any, d_out: Tensor) -> list[Tensor | None]:
                 d_gates = ops.of_choice(d_gate, packed)
     if d_gates is not None:
         d_gates = d_gates.to(gates.dtype) if needs_gates else None
+    join()
     return [d_rows, d_gates, d_w_gate_up, d_w_down, d_b_gate_up, d_b_down]

@@ -5,6 +5,7 @@ may cross them. All accumulate in fp32, or fp64 when the input is fp64, and roun
 """
 
 from ep_moe.ops.activation import ACTIVATIONS, Activation
+from ep_moe.ops.beside import beside
 from ep_moe.ops.gather import gather
 from ep_moe.ops.grouped_gemm import (
     grouped_bias_grad,
@@ -61,6 +62,7 @@ __all__ = [
     "Numerics",
     "Selected",
     "SendOrder",
+    "beside",
     "count",
     "dense_probabilities",
     "gate_of_packed",
