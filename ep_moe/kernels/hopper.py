@@ -27,7 +27,7 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 async_gather = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
 
 FETCHING, MULTIPLYING = gl.constexpr(4), gl.constexpr(8)  # warps
-BLOCK_K, COLUMNS = 64, 64  # of a stage; that leave together
+BLOCK_K = 64  # of a stage
 ARCHITECTURES = ("sm_90", "interpreter")  # the latter where kernels are compiled without a GPU
 OPTIONS = {"num_warps": 8, "maxnreg": 168, "enable_fp_fusion": True}
 REGISTERS = gl.constexpr(56)  # of a thread that fetches
@@ -59,8 +59,7 @@ def grouped_gemm(
     columns, experts = y.shape[2], len(weight)
     halves = 1 if transposed else weight.shape[1] // columns
     depth = weight.shape[1 if transposed else 2]
-    results = tile.block_n // COLUMNS * (1 + (0 if pre is None else halves))
-    m, n, k = tile.block_m, tile.block_n, tile.block_k
+    m, n, k, width = tile.block_m, tile.block_n, tile.block_k, result_columns(tile)
     gathered = arrived_of_packed is not None
     if transposed:
         by_depth = descriptor(weight, [1, k, n])
@@ -69,8 +68,8 @@ def grouped_gemm(
     _grouped_gemm[(programs(tile, 1 << 30, y.device),)](
         x if gathered else descriptor(x, [m, k]),
         by_depth,
-        ragged(y, m, COLUMNS),
-        None if pre is None else ragged(pre, m, COLUMNS),
+        ragged(y, m, width),
+        None if pre is None else ragged(pre, m, width),
         offsets,
         arrived_of_packed,
         experts,
@@ -85,18 +84,15 @@ def grouped_gemm(
         BLOCK_N=n,
         BLOCK_K=k,
         GROUP_M=tile.group_m,
-        **resources(tile, results),
+        STAGES=tile.stages,
+        WIDTH=width,
+        **OPTIONS,
     )
 
 
-def resources(tile: Tile, results: int) -> dict[str, int | bool]:
-    """Buffers, and options of the launch. results: parts of 64 columns that a tile stores; the last
-    one takes the last buffer, so that the next tile begins with the one stored longest ago."""
-    wide = 256 if tile.block_m == 128 else 128  # columns of operands
-    room = 224 * 1024 - 2 * tile.stages * BLOCK_K * (tile.block_m + wide)
-    most = room // (2 * tile.block_m * COLUMNS)
-    buffers = next(n for n in (4, 3, 2, 1) if results % n == 0 and n <= max(most, 1))
-    return {"STAGES": tile.stages, "RESULTS": buffers, **OPTIONS}
+def result_columns(tile: Tile) -> int:
+    """That leave together, through one of two buffers: a fourth stage takes the memory of half."""
+    return 128 if tile.stages <= 3 and tile.block_m == 128 else 64
 
 
 def descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
@@ -136,7 +132,7 @@ def _grouped_gemm(
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
-    RESULTS: gl.constexpr,
+    WIDTH: gl.constexpr,
 ):
     dtype: gl.constexpr = weight.dtype
     flat: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -144,7 +140,7 @@ def _grouped_gemm(
     a = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], flat)
     b = gl.allocate_shared_memory(dtype, [STAGES, by_depth[0], by_depth[1]], flat)
     out = gl.allocate_shared_memory(
-        dtype, [RESULTS, 1, 1, BLOCK_M, 1, 64], gl.NVMMASharedLayout(128, 16, 5)
+        dtype, [2, 1, 1, BLOCK_M, 1, WIDTH], gl.NVMMASharedLayout(128, 16, 5)
     )
     full, free = start(STAGES, 1 + (32 * FETCHING if GATHER else 0))
     COLUMNS: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -158,7 +154,7 @@ def _grouped_gemm(
                 _multiply,
                 (
                     a, b, out, full, free, y, pre, offsets, tiles, K, N, P, TRANSPOSED, ACTIVATION,
-                    GATHER, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, RESULTS,
+                    GATHER, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES,
                 ),
             ),
             (
@@ -254,7 +250,7 @@ def _multiply(
     a, b, out, full, free, y, pre, offsets, tiles,
     K: gl.constexpr, N: gl.constexpr, P: gl.constexpr, TRANSPOSED: gl.constexpr,
     ACTIVATION: gl.constexpr, GATHER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, RESULTS: gl.constexpr,
+    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     COLUMNS: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     WIDE: gl.constexpr = P * BLOCK_N
@@ -282,15 +278,15 @@ def _multiply(
         acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(free.index((round + STAGES - 1) % STAGES))
         if ACTIVATION is None:
-            result_to(y, acc, out, 0, row, end, 0, column, RESULTS)
+            result_to(y, acc, out, 0, row, end, 0, column)
         else:
             gate, up = in_two(acc)
-            PARTS: gl.constexpr = HALF // 64
+            PARTS: gl.constexpr = HALF // out.shape[5]
             if pre is not None:
-                result_to(pre, gate, out, 0, row, end, 0, column, RESULTS)
-                result_to(pre, up, out, PARTS, row, end, 1, column, RESULTS)
+                result_to(pre, gate, out, 0, row, end, 0, column)
+                result_to(pre, up, out, PARTS, row, end, 1, column)
             h = activate(gate, up, ACTIVATION)
-            result_to(y, h, out, 2 * PARTS, row, end, 0, column, RESULTS)
+            result_to(y, h, out, 2 * PARTS, row, end, 0, column)
     tma.store_wait(0)
 
 
@@ -315,22 +311,20 @@ def in_two(value):
 
 
 @gluon.jit
-def result_to(
-    to, value, out, number: gl.constexpr, row, end, half: gl.constexpr, column,
-    RESULTS: gl.constexpr,
-):  # fmt: skip
-    """Store 64 columns after another, the first as the tile's result `number`, through one of the
-    buffers in turn; nothing from row `end` on."""
-    if value.shape[1] > 64:
+def result_to(to, value, out, number: gl.constexpr, row, end, half: gl.constexpr, column):
+    """Store as many columns after another as a buffer holds, the first as the tile's result
+    `number`, through the two buffers in turn; nothing from row `end` on."""
+    COLUMNS: gl.constexpr = out.shape[5]
+    if value.shape[1] > COLUMNS:
         left, right = in_two(value)
-        PARTS: gl.constexpr = value.shape[1] // 128
+        PARTS: gl.constexpr = value.shape[1] // (2 * COLUMNS)
         middle = column + value.shape[1] // 2
-        result_to(to, left, out, number, row, end, half, column, RESULTS)
-        result_to(to, right, out, number + PARTS, row, end, half, middle, RESULTS)
+        result_to(to, left, out, number, row, end, half, column)
+        result_to(to, right, out, number + PARTS, row, end, half, middle)
     else:
         far: gl.constexpr = 1 << 30
-        buffer = out.index(number % RESULTS)
-        tma.store_wait(RESULTS - 1)
-        buffer.reshape([value.shape[0], 64]).store(value.to(to.dtype))
+        buffer = out.index(number % 2)
+        tma.store_wait(0 if number == 0 else 1)  # the tile before may have ended with either
+        buffer.reshape([value.shape[0], COLUMNS]).store(value.to(to.dtype))
         hopper.fence_async_shared()
         async_store(to, [far, end, far - end + row, half, column], buffer)

@@ -11,7 +11,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ep_moe.kernels.activation import activate, slopes
 from ep_moe.kernels.hopper import (
-    COLUMNS,
     FETCHING,
     MULTIPLYING,
     OPTIONS,
@@ -54,9 +53,9 @@ def hidden_backward(
     _hidden_backward[(programs(tile, 1 << 30, pre.device),)](
         d_out if gathered else descriptor(d_out, [m, k]),
         descriptor(weight, [1, k, n]),
-        ragged(pre, m, COLUMNS),
-        ragged(d_pre, m, COLUMNS),
-        ragged(weighted_h, m, COLUMNS),
+        ragged(pre, m, 64),
+        ragged(d_pre, m, 64),
+        ragged(weighted_h, m, 64),
         d_gate,
         offsets,
         arrived_of_packed,

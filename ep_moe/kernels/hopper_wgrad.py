@@ -9,13 +9,13 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ep_moe.kernels.hopper import (
-    COLUMNS,
     FETCHING,
     MULTIPLYING,
+    OPTIONS,
     async_gather,
     async_load,
     ragged,
-    resources,
+    result_columns,
     result_to,
     start,
 )
@@ -41,7 +41,7 @@ def grouped_wgrad(
     _grouped_wgrad[(programs(tile, tiles, x.device),)](
         d_y if gathered == "d_y" else ragged(d_y[:, None], tile.block_k, tile.block_m),
         x if gathered == "x" else ragged(x[:, None], tile.block_k, tile.block_n),
-        ragged(d_weight.view(experts * m, 1, n), tile.block_m, COLUMNS),
+        ragged(d_weight.view(experts * m, 1, n), tile.block_m, result_columns(tile)),
         offsets,
         arrived_of_packed,
         scale,
@@ -53,7 +53,9 @@ def grouped_wgrad(
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         GROUP_M=tile.group_m,
-        **resources(tile, tile.block_n // COLUMNS),
+        STAGES=tile.stages,
+        WIDTH=result_columns(tile),
+        **OPTIONS,
     )
 
 
@@ -74,14 +76,14 @@ def _grouped_wgrad(
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
-    RESULTS: gl.constexpr,
+    WIDTH: gl.constexpr,
 ):
     dtype: gl.constexpr = d_weight.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 5)
     a = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_K, 1, BLOCK_M], layout)
     b = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_K, 1, BLOCK_N], layout)
     out = gl.allocate_shared_memory(
-        dtype, [RESULTS, 1, 1, BLOCK_M, 1, 64], gl.NVMMASharedLayout(128, 16, 5)
+        dtype, [2, 1, 1, BLOCK_M, 1, WIDTH], gl.NVMMASharedLayout(128, 16, 5)
     )
     full, free = start(STAGES, 1 if GATHERED is None else 1 + 32 * FETCHING)
     gl.warp_specialize(
@@ -90,7 +92,7 @@ def _grouped_wgrad(
                 _multiply,
                 (
                     a, b, out, full, free, d_weight, offsets, scale, tiles, M, N, GATHERED,
-                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, RESULTS,
+                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES,
                 ),
             ),
             (
@@ -179,7 +181,7 @@ def _multiply(
     a, b, out, full, free, d_weight, offsets, scale, tiles,
     M: gl.constexpr, N: gl.constexpr, GATHERED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr, STAGES: gl.constexpr, RESULTS: gl.constexpr,
+    GROUP_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     accumulator: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [MULTIPLYING, 1], [16, BLOCK_N, 16]
@@ -202,5 +204,5 @@ def _multiply(
         acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(free.index((round + STAGES - 1) % STAGES), pred=end > first)
         row, end = expert * M + down, (expert + 1) * M
-        result_to(d_weight, acc * scale, out, 0, row, end, 0, across, RESULTS)
+        result_to(d_weight, acc * scale, out, 0, row, end, 0, across)
     tma.store_wait(0)
