@@ -110,6 +110,8 @@ def _columns(rows: Sequence[Row]) -> list[tuple[str, Callable[[Row], str]]]:
     """(heading, what a row shows there): case values that differ, the implementation, metrics."""
     columns: list[tuple[str, Callable[[Row], str]]] = []
     for key in varying(rows):
+        if key in _of_model(rows):
+            continue
         columns.append((key, lambda row, key=key: text_of(row.case.get(key, ""))))
     columns.append(("implementation", lambda row: row.impl))
     ours = _our_times(rows)
@@ -156,12 +158,34 @@ def _share_of_ceiling(row: Row, *, metric: str, bound: str) -> str:
     return f"{row.metrics[metric][0] / row.ceilings[bound][0]:.0%}"
 
 
+def _of_model(rows: Sequence[Row]) -> list[str]:
+    """Case keys whose values differ with the model alone, where there are several."""
+
+    def values(row: Row, key: str) -> str:
+        return text_of(row.case.get(key))
+
+    models = {values(row, "model") for row in rows}
+    return [
+        key
+        for key in varying(rows)
+        if key != "model"
+        and len({(values(row, "model"), values(row, key)) for row in rows}) == len(models) > 1
+    ]
+
+
 def _caption(rows: Sequence[Row]) -> str:
-    """Where it ran, what all rows share, and the ceilings of each run and kind of window."""
+    """Where it ran, what all rows share, what each model is, and the ceilings of each run and kind
+    of window."""
     lines = {rows[0].source.device + ".": None}
+    runs: dict[str, dict[str, None]] = {}
     for row in rows:
-        versions = words(row.source.versions)
-        lines[f"Run {row.source.run}: commit {row.source.commit}, {versions}."] = None
+        made_by = f"commit {row.source.commit}, {words(row.source.versions)}"
+        runs.setdefault(made_by, {})[row.source.run] = None
+    for made_by, names in runs.items():
+        lines[f"Run {', '.join(names)}: {made_by}."] = None
+    for row in rows:
+        if sizes := {key: row.case[key] for key in _of_model(rows) if key in row.case}:
+            lines[f"{row.case['model']}: {words(sizes)}."] = None
     same = {key: value for key, value in rows[0].case.items() if key not in varying(rows)}
     lines[f"In every row: {words(same)}."] = None
     for row in rows:
@@ -182,7 +206,8 @@ def _losses(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         base = ours.get(key_of(row.case))
         if base and row.time_ms and row.time_ms < base and not row.impl.startswith(CEILING):
-            where = words({key: row.case.get(key) for key in varying(rows)}) or "the only case"
+            differing = [key for key in varying(rows) if key not in _of_model(rows)]
+            where = words({key: row.case.get(key) for key in differing}) or "the only case"
             lost.append(f"- {row.impl} is {base / row.time_ms:.2f} times as fast: {where}")
     return ["", f"Where {OURS} loses:", *lost] if lost else []
 
