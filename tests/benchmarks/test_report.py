@@ -147,9 +147,11 @@ def test_what_follows_from_the_model_stands_above_the_table():
             case = {"model": model, "width": width, "direction": direction}
             records += [*timed("ep_moe", 2.0, **case), *timed("peer", 1.0, **case)]
     markdown = table(latest_rows(records))
-    assert "small: width 8." in markdown and "large: width 64." in markdown
+    assert "small: width 8." in markdown
+    assert "large: width 64." in markdown
     assert cells(markdown)[0][:3] == ["small", "forward", "ep_moe"]
     assert "- peer is 2.00 times as fast: model large, direction backward" in markdown
     records += timed("ep_moe", 2.0, model="large", width=65, direction="forward")
     markdown = table(latest_rows(records))  # no longer does it follow
-    assert "small: width" not in markdown and "| model | width |" in markdown
+    assert "small: width" not in markdown
+    assert "| model | width |" in markdown
