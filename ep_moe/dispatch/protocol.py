@@ -58,12 +58,13 @@ class Transport(Protocol):
 
     def __init__(self, ep: ExpertParallel, max_tokens_per_rank: int | None = None) -> None: ...
 
-    def dispatch(self, x: Tensor, routing: Routing, num_experts: int) -> Sent:
+    def dispatch(self, x: Tensor, routing: Routing, num_experts: int, *, keep: bool = True) -> Sent:
         """x (T,H), ids and gate weights (T,K) -> plan, rows (A,H), gates (A,K). May meet every
-        other rank."""
+        other rank. keep: rows outlive the next move of any layer of the group; if not, they may
+        lie in memory that it writes."""
         ...
 
-    def replay(self, plan: Any, x: Tensor) -> Tensor:
+    def replay(self, plan: Any, x: Tensor, *, keep: bool = True) -> Tensor:
         """(T,H) -> (A,H)"""
         ...
 

@@ -26,8 +26,10 @@ def test_every_kernel_compiles(target):
     assert compilation.returncode == 0, compilation.stderr
     built = [json.loads(line) for line in compilation.stdout.splitlines()]
     assert len({(row["kernel"], row["variant"]) for row in built}) == len(built) > 30
-    moves = [row for row in built if row["kernel"] == "_move"]  # threads read what they write,
-    assert [row["shared"] <= 4 for row in moves] == [True, True]  # 16 bytes at a time
+    moves = [row for row in built if row["variant"].startswith("move")]
+    assert len(moves) >= 10
+    # Rows are written by the threads that read them: only counts and flags are exchanged.
+    assert [row for row in moves if row["shared"] > 8192] == []
     products = [row for row in built if "bfloat16, 256 rows" in row["variant"]]
     assert len(products) == 6
     if target.startswith("sm_"):  # fp32 is multiplied in fp32, unless TF32 is asked for
