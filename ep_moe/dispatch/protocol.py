@@ -17,12 +17,14 @@ class Caps:
     max_ranks      the most ranks it serves; None = any number.
     deterministic  two runs agree bit for bit.
     graphable      can be captured in a CUDA graph (no host sync).
+    in_place       rows that are not to be kept lie in memory that the next move writes.
     """
 
     needs_group: bool
     max_ranks: int | None
     deterministic: bool
     graphable: bool
+    in_place: bool = False
 
 
 class Plan(Protocol):

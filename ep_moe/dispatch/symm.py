@@ -129,7 +129,9 @@ def allocate(size: int, ep: ExpertParallel, device: torch.device) -> tuple[Tenso
 
 class SymmTransport:
     name: ClassVar[str] = "symm"
-    caps: ClassVar[Caps] = Caps(needs_group=True, max_ranks=8, deterministic=True, graphable=True)
+    caps: ClassVar[Caps] = Caps(
+        needs_group=True, max_ranks=8, deterministic=True, graphable=True, in_place=True
+    )
 
     def __init__(self, ep: ExpertParallel, max_tokens_per_rank: int | None = None) -> None:
         if not max_tokens_per_rank:

@@ -143,6 +143,10 @@ def test_nothing_is_taken_from_a_late_rank(device, sent):
     assert (what, move) in {(window.BEGINNING.value, 1), (window.ARRIVAL.value, 1)}
     assert who in ((LATE,) if sent == GROUPS - 1 else (1, 2))
     assert not rank.wrote_rows_elsewhere()[0]
+    rank = Rank0(device, sent=sent)
+    symm_back.combine(torch.ones(W * MOST, H, device=device), rank.order(), rank.link)
+    assert rank.failure[0] > 0
+    assert not rank.wrote_rows_elsewhere()[0]
 
 
 def test_after_a_failure_no_peer_is_written(device):
