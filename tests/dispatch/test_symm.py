@@ -78,8 +78,49 @@ def test_layers_equal_one_process_on_gpu(world_size, require_gpu):
     check_layers(world_size, names, None, "cuda", timeout=240.0, environ=ON_ONE_GPU)
 
 
+def many_tokens(rank, world_size, most, folder, device):
+    """There and back: each token as often as it goes to a rank. More than are summed in one launch,
+    of which those with two experts of a rank go there once, and one in five goes nowhere."""
+    if device == "cpu":
+        share_files(folder, programs=2 * world_size)
+    else:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    ep = ExpertParallel.resolve(dist.group.WORLD)
+    transport = symm.SymmTransport(ep, most)
+    found = []
+    for tokens in (most - rank, most // 3 * rank):
+        x = torch.randn(tokens, 256, dtype=torch.bfloat16, device=device)
+        ids = torch.randint(0, 4 * world_size, (tokens, 3), dtype=torch.int32, device=device)
+        ids[torch.rand(tokens, device=device) < 0.2] = -1
+        goes = torch.stack([(ids // 4 == r).any(1) for r in range(world_size)]).sum(0)
+        routing = Routing(ids, torch.rand(tokens, 3, device=device))
+        for keep in (True, False):
+            plan, rows, gates = transport.dispatch(x, routing, 4 * world_size, keep=keep)
+            y = transport.combine(plan, rows)
+            found.append(torch.equal(y, (x.float() * goes[:, None]).bfloat16()))
+            gates = gates.masked_fill(plan.local_ids < 0, 0.0)
+            back = routing.gate_weights.masked_fill(ids < 0, 0.0)
+            found.append(torch.equal(transport.combine_gates(plan, gates), back))
+    return found
+
+
+@needs_interpreter
+def test_many_tokens(tmp_path):
+    ranks = run_ranks(many_tokens, 2, 2, 45, str(tmp_path), "cpu")
+    assert ranks == [[True] * 8] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_many_tokens_on_gpu(world_size, require_gpu):
+    how = {"timeout": 240.0, "environ": ON_ONE_GPU}
+    ranks = run_ranks(many_tokens, world_size, world_size, 3000, None, "cuda", **how)
+    assert ranks == [[True] * 8] * world_size
+
+
 def captured_steps(rank):
-    """Forward and backward in a graph, replayed with other tokens each time; and without one."""
+    """Forward and backward in a graph, and forward alone in another, replayed with other tokens
+    each time; and without one."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
     torch.manual_seed(0)
     config = MoEConfig(
@@ -98,24 +139,34 @@ def captured_steps(rank):
         y, _ = layer(x)
         return (y.detach(), *torch.autograd.grad(y, leaves, d_y))
 
+    @torch.no_grad()
+    def infer():
+        return (layer(layer(x)[0])[0],)
+
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
             step()
+            infer()
         torch.cuda.set_sync_debug_mode("error")
         step()
+        infer()
         torch.cuda.set_sync_debug_mode("default")
     stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = step()
+    graphs = []
+    for work in (step, infer):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = work()
+        graphs.append((graph, captured, work))
     pairs = []
-    for _ in range(4):
+    for turn in range(6):
         with torch.no_grad():
             x.normal_()
+        graph, captured, work = graphs[turn % 3 // 2]
         graph.replay()
         found = [value.clone() for value in captured]
-        pairs += zip(found, step(), strict=True)
+        pairs += zip(found, work(), strict=True)
     return [torch.equal(got, expected) for got, expected in pairs]
 
 
