@@ -8,6 +8,7 @@ Without the cache each tensor is an allocation of its own, so that a read beyond
 import torch
 
 from ep_moe import SelectionConfig, ops
+from ep_moe.kernels import symm, symm_back, window
 from ep_moe.kernels.device import architecture
 from ep_moe.kernels.grouped_gemm import grouped_gemm, hidden, hidden_backward
 from ep_moe.kernels.grouped_wgrad import grouped_bias_grad, grouped_wgrad
@@ -67,11 +68,35 @@ def experts(
     grouped_bias_grad(x, offsets, arrived_of_packed=index)
 
 
+def moves(tokens: int, h: int, num: int, top_k: int, dtype: torch.dtype, device) -> None:
+    """Of one rank, which is its own peer."""
+    x = torch.randn(tokens, h, device=device).to(dtype)
+    ids = torch.randint(-1, num, (tokens, top_k), dtype=torch.int32, device=device)
+    gates, most = torch.rand(tokens, top_k, device=device), tokens + 3
+    layout = window.layout(1, most, h * x.element_size(), top_k, 4)
+    memory = torch.zeros(layout.total, dtype=torch.uint8, device=device)
+    epochs, failure, seen = (
+        torch.zeros(n, dtype=torch.int32, device=device) for n in (window.SLOTS.value, 3, 3)
+    )
+    peers = torch.tensor([memory.data_ptr(), seen.data_ptr()], device=device)
+    link = window.Link(peers, epochs, failure, 0, most, programs=16, timeout_ns=10**9)
+    order, _, arrived_gates = symm.dispatch(x, ids, gates, link, num_experts=num)
+    rows = memory[layout.rows :][: most * h * x.element_size()].view(dtype).view(most, h)
+    kept = symm.take(rows, order, 1)
+    symm.replay(x, order, link)
+    symm_back.combine(kept, order, link)
+    symm_back.combine(arrived_gates, order, link)
+    assert not failure.any()
+
+
 def main() -> None:
     device, count = torch.device("cuda", torch.cuda.current_device()), 0
     tiles = TILES | (SPECIALIZED if architecture(device) == "sm_90" else {})
     for tokens, h, i, num, top_k in SIZES:
         router(tokens, num, top_k, device)
+        for dtype in (torch.bfloat16, torch.float32):
+            moves(tokens, h, num, top_k, dtype, device)
+            moves(600 + tokens, h + 1, num, top_k, dtype, device)
         for name, tile in tiles.items():
             for dtype in (torch.bfloat16, torch.float32):
                 if dtype == torch.bfloat16 or not tile.specialize:
