@@ -26,7 +26,7 @@ from ep_moe.types import Routing
 if TYPE_CHECKING:  # Triton is imported where it is used
     from ep_moe.kernels.window import Link, Order
 
-PROGRAMS = 16  # multiprocessors that a move takes
+PROGRAMS, MOST_PROGRAMS = 16, 128  # multiprocessors that a move takes
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class Window:
     """Memory that every rank of a group can write, and how far its moves have come.
 
     peers    (W+1,) int64: addresses of the windows and of `seen`
-    epochs   (programs,) int32
+    epochs   (MOST_PROGRAMS,) int32
     failure  (3,) int32: what, the peer, the move; 0 = nothing
     seen     the same on the host, where the device writes it
     captured by a CUDA graph, which goes on using it
@@ -68,7 +68,7 @@ class Window:
     ) -> "Window":
         """Every rank comes here, and leaves when all windows are ready. A failure of the window
         before this one stays one."""
-        from ep_moe.kernels.window import SLOTS, layout
+        from ep_moe.kernels.window import layout
 
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # moves through the window before this one
@@ -88,7 +88,7 @@ class Window:
             failure, seen = before.failure, before.seen
             kept = before if before.captured else before.kept
         peers = torch.tensor([*pointers, seen.data_ptr()], dtype=torch.int64, device=device)
-        epochs = torch.zeros(SLOTS.value, dtype=torch.int32, device=device)
+        epochs = torch.zeros(MOST_PROGRAMS, dtype=torch.int32, device=device)
         return cls(memory, peers, epochs, failure, seen, kept=kept)
 
     def rows(self, ranks: int, most: int, like: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class SymmTransport:
                 "fixed size",
             )
         self.ep, self.max_tokens = ep, max_tokens_per_rank
-        self.programs = PROGRAMS  # may be changed before the first call, on every rank alike
+        self.programs = PROGRAMS  # may be set before the first call, alike on every rank
         self.layer, self.calls, self.agreed = next(ep.peers.layers), 0, False
 
     def __deepcopy__(self, _: dict[int, Any]) -> "SymmTransport":
@@ -222,14 +222,13 @@ class SymmTransport:
         """In the first call: have all ranks been told the same?"""
         if self.agreed or _capturing():
             return
-        told = self.ep.peers.gather(
-            [self.max_tokens, self.programs], f"the first call of layer {self.layer}"
-        )
-        for name, values in zip(
-            ("max_tokens_per_rank", "programs"), map(list, zip(*told, strict=True)), strict=True
-        ):
-            if values.count(values[0]) < len(values):
-                raise ConfigError(name, values, "the same on every rank")
+        if not 1 <= self.programs <= MOST_PROGRAMS:
+            raise ConfigError("programs", self.programs, f"1 to {MOST_PROGRAMS}")
+        mine, stage = (self.max_tokens, self.programs), f"the first call of layer {self.layer}"
+        told = zip(*self.ep.peers.gather(mine, stage), strict=True)
+        for name, values in zip(("max_tokens_per_rank", "programs"), told, strict=True):
+            if len(set(values)) > 1:
+                raise ConfigError(name, list(values), "the same on every rank")
         self.agreed = True
 
     def _link(self, window: Window) -> "Link":

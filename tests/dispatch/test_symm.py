@@ -21,7 +21,7 @@ from ep_moe import (
 )
 from ep_moe.dispatch import dispatch, symm
 from ep_moe.errors import CallMismatch, DispatchTimeout
-from ep_moe.kernels.window import ARRIVAL, layout
+from ep_moe.kernels.window import ARRIVAL, SLOTS, layout
 from ep_moe.testing import run_ranks
 from tests.dispatch.ep_cases import compare, expert_parallel, one_process
 from tests.dispatch.test_expert_parallel import CASES
@@ -301,6 +301,24 @@ def unlike(rank, folder):
 @needs_interpreter
 def test_buffers_of_other_sizes_on_other_ranks(tmp_path):
     run_ranks(unlike, 2, str(tmp_path))
+
+
+def unlike_programs(rank, folder):
+    share_files(folder)
+    config = over_windows(CASES["balanced, 2"]).config
+    layer, x = MoELayer(config, dist.group.WORLD), torch.randn(4, config.hidden_size)
+    layer.transport.programs = 129
+    with pytest.raises(ConfigError, match=r"programs = 129.*1 to 128"):
+        layer(x)
+    layer.transport.programs = 2 + rank
+    with pytest.raises(ConfigError, match=r"programs = \[2, 3\].*same on every rank"):
+        layer(x)
+
+
+@needs_interpreter
+def test_programs(tmp_path):
+    assert SLOTS.value == symm.MOST_PROGRAMS
+    run_ranks(unlike_programs, 2, str(tmp_path))
 
 
 def unlike_with_a_window(rank, folder):
