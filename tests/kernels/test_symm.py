@@ -210,6 +210,31 @@ def test_a_sum_waits_for_its_last_row_alone(device, monkeypatch):
     assert {len(numbers) for numbers in awaited} == {4}  # two programs of two peers
 
 
+def test_a_group_is_told_of_when_it_is_there(device, monkeypatch):
+    """The same seven rows: what stands at a peer whenever it is told."""
+    if device.type == "cuda":
+        pytest.skip("a compiled kernel tells unseen")
+    told, release = [], symm_back.release
+    rank, rows = Rank0(device, come=ALL), torch.ones(W * MOST, H)
+
+    def spy(address, number):
+        there = [int((rank.rows(r)[0, :7] == 1).all(1).sum()) for r in (1, 2)]
+        told.append((int(number.handle.data.item()) - GROUPS, *there))
+        release(address, number)
+
+    monkeypatch.setattr(symm_back, "release", spy)
+    monkeypatch.setattr(symm_back, "AT_LEAST", tl.constexpr(1))
+    symm_back.combine(rows, rank.order(7), rank.link._replace(programs=4))
+    steps = [(0, 1), (1, 2), (2, 3), (7, 4), (0, 5), (1, 6), (2, 7), (7, 7)]
+    before = [0, *(n for _, n in steps)]
+    expected = [
+        pair
+        for (group, n), had in zip(steps, before, strict=False)
+        for pair in ((group, n, had), (group, n, n))
+    ]
+    assert told == expected
+
+
 @pytest.mark.parametrize("move", [2**31 - 1, -(2**31), -(2**31) + 1, 2**28 - 1, 2**28])
 @pytest.mark.parametrize("stale", [None, -1, 2 * GROUPS, 2**31])
 def test_moves_wrap_around(move, stale, device):
