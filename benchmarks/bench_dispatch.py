@@ -4,10 +4,12 @@
     python -m benchmarks.bench_dispatch --simulated_ranks 8
 
 Under torchrun the scopes are `dispatch` (x, ids and gate weights to arrived rows, with all that it
-takes: the order of sending, counts, waits) and `combine` (arrived rows to the sums of tokens), each
-transport beside a dispatcher that sends a row for every choice (`all_to_all T*K`, as torchtitan
-does). GB/s are of the bytes of rows that leave for other ranks, each once for a rank that needs it,
-by the time of the whole operation.
+takes: the order of sending, counts, waits), as for inference; `dispatch, kept`, whose rows outlive
+the next move, as training needs, for transports where that is another thing; and `combine` (arrived
+rows to the sums of tokens). Each transport stands beside a dispatcher that sends a row for every
+choice (`all_to_all T*K`, as torchtitan does), and on GPUs of one host beside the link: a plain copy
+of as many bytes to the peers, all at once (`ceiling: peer copy`). GB/s are of the bytes of rows
+that leave for other ranks, each once for a rank that needs it, by the time of the whole operation.
 
 With `--simulated_ranks W` one process times what it would do itself with W ranks: `pack` (the order
 of sending, the message and the rows in one buffer) and `unpack` (the sum of what comes back), each
@@ -17,7 +19,7 @@ beside a copy of that buffer on the device.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -33,6 +35,7 @@ from benchmarks.trace import Replay
 from ep_moe import ExpertParallel, MoEConfig, Routing, ops
 from ep_moe.config import parse_args
 from ep_moe.dispatch import TRANSPORTS, Transport, make_transport
+from ep_moe.dispatch.symm import SymmTransport
 from ep_moe.errors import BackendUnavailable, ConfigError
 from ep_moe.parallel import Process
 from ep_moe.routing.forced import ForcedRouting
@@ -53,6 +56,7 @@ class DispatchBench:
         skew: load of the busiest expert over the mean; 1 = random
         trace: a recorded routing to replay instead, last step and first layer
         dtype: of rows
+        sms: multiprocessors that symm takes to move rows
         simulated_ranks: time packing and unpacking for so many ranks, in one process; 0 = do not
         methods: events and graph on a GPU (graph leaves out what cannot be captured), wall on a CPU
         windows_ms: lengths of the timed windows
@@ -70,6 +74,7 @@ class DispatchBench:
     skew: float = 1.0
     trace: str | None = None
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    sms: int = 16
     simulated_ranks: int = 0
     methods: tuple[Method, ...] = ()
     windows_ms: tuple[float, ...] = (40.0,)
@@ -81,6 +86,8 @@ class DispatchBench:
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.transports) - set(TRANSPORTS)):
             raise ConfigError("transports", unknown, f"among {sorted(TRANSPORTS)}")
+        if not 1 <= self.sms <= 128:
+            raise ConfigError("sms", self.sms, "1 to 128")
         if self.skew < 1:
             raise ConfigError("skew", self.skew, "at least 1")
 
@@ -95,9 +102,13 @@ class Inputs(NamedTuple):
     routing: Routing
 
 
-Moves = tuple[
-    Callable[[Inputs], Any], Callable[[Any], Tensor]
-]  # out -> what arrived; back -> (T,H)
+class Moves(NamedTuple):
+    """out: to what arrived; kept: the same for training, maybe the same function; back: to (T,H)"""
+
+    out: Callable[[Inputs], Any]
+    kept: Callable[[Inputs], Any]
+    back: Callable[[Any], Tensor]
+    graphable: bool
 
 
 @dataclass(frozen=True)
@@ -177,16 +188,18 @@ class Bench:
         config, process = self.config, self.process
         ep = ExpertParallel.resolve(process.group)
         sets = self.make_inputs(tokens)
-        moves: dict[str, tuple[Moves, bool]] = {}
+        moves: dict[str, Moves] = {}
         for name in config.transports:
             try:
                 transport = make_transport(name, ep, max_tokens_per_rank=tokens)
-                moves[name] = _moves_of(transport, config.num_experts), transport.caps.graphable
-                moves[name][0][0](sets[0])
+                if isinstance(transport, SymmTransport):
+                    transport.programs = config.sms
+                moves[name] = _moves_of(transport, config.num_experts)
+                moves[name].out(sets[0])
             except (BackendUnavailable, ConfigError) as reason:
                 moves.pop(name, None)
                 say(f"skipped {name}: {reason}", process)
-        moves[ALL_ROWS] = _moves_of_all_rows(ep, config.num_experts, config.top_k), False
+        moves[ALL_ROWS] = _moves_of_all_rows(ep, config.num_experts, config.top_k)
         order = ops.send_order(sets[0].routing.ids, config.num_experts, ep.size)
         elsewhere = order.offsets.diff().tolist()
         leaving = (sum(elsewhere) - elsewhere[ep.rank]) * sets[0].x[0].nbytes
@@ -197,22 +210,51 @@ class Bench:
             if not error <= error_limit(summed.dtype):
                 raise Disagreement(f"rows that went out and back are off by {error:.1e}")
 
-        dispatches, combines = {}, {}
-        for name, ((out, back), graphable) in moves.items():
+        dispatches, kept, combines = {}, {}, {}
+        for name, (out, out_kept, back, graphable) in moves.items():
             times = order.sent_of_token.ge(0).sum(1, keepdim=True)
             if name == ALL_ROWS:
                 times = torch.full_like(times, config.top_k)
-            arrived = [out(inputs) for inputs in sets]
+            arrived = [out_kept(inputs) for inputs in sets]
             right = partial(check, times)
-            dispatches[name] = Implementation(
-                [partial(out, inputs) for inputs in sets],
-                graphable,
-                lambda found, back=back, right=right: right(back(found)),
-            )
+
+            whole = partial(_compose, right, back)
+            dispatches[name] = Implementation([partial(out, i) for i in sets], graphable, whole)
+            if out_kept is not out:
+                calls = [partial(out_kept, inputs) for inputs in sets]
+                kept[name] = Implementation(calls, graphable, whole)
             combines[name] = Implementation([partial(back, a) for a in arrived], graphable, right)
+        link = self.link(ep, int(leaving), len(sets))
         case = {"tokens": tokens, "ranks": ep.size}
-        self.record({"scope": "dispatch", **case}, dispatches, leaving)
-        self.record({"scope": "combine", **case}, combines, leaving)
+        for scope, implementations in {
+            "dispatch": dispatches | link,
+            "dispatch, kept": kept,
+            "combine": combines | link,
+        }.items():
+            self.record({"scope": scope, **case}, implementations, leaving)
+
+    def link(self, ep: ExpertParallel, leaving: int, sets: int) -> dict[str, Implementation]:
+        """So many bytes to the other ranks, the same to each, where they reach each other."""
+        device, each = self.process.device, leaving // max(ep.size - 1, 1)
+        if device.type != "cuda" or not each:
+            return {}
+        from torch.distributed import _symmetric_memory as symmetric
+
+        try:
+            memory = symmetric.empty(ep.size * each, dtype=torch.uint8, device=device)
+            handle = symmetric.rendezvous(memory, cast(dist.ProcessGroup, ep.group))
+        except RuntimeError as reason:
+            say(f"skipped the link: {reason}", self.process)
+            return {}
+        others = [(ep.rank + step) % ep.size for step in range(1, ep.size)]
+        targets = [handle.get_buffer(r, (each,), torch.uint8, ep.rank * each) for r in others]
+
+        def copy(source: Tensor) -> None:
+            for target in targets:
+                target.copy_(source)
+
+        sources = [torch.zeros(each, dtype=torch.uint8, device=device) for _ in range(sets)]
+        return {f"{CEILING}: peer copy": Implementation([partial(copy, x) for x in sources], True)}
 
     def record(
         self, case: Mapping[str, Any], implementations: Mapping[str, Implementation], moved: float
@@ -233,6 +275,8 @@ class Bench:
         ):
             metrics = timing.metrics()
             metrics["GB/s"] = (moved / timing.median_ms / 1e6, "GB/s")
+            if name == SymmTransport.name:
+                metrics["SMs"] = (config.sms, "SMs")
             self.recorder.add(
                 "dispatch", name, {**case, "method": method, **asdict(window)}, metrics
             )
@@ -240,12 +284,22 @@ class Bench:
             say(f"{what}: {name} {timing.median_ms * 1e3:.4g} us", self.process)
 
 
+def _compose(last: Callable[[Any], None], first: Callable[[Any], Any], value: Any) -> None:
+    last(first(value))
+
+
 def _moves_of(transport: Transport, num_experts: int) -> Moves:
-    def out(inputs: Inputs) -> tuple[Any, Tensor]:
-        sent = transport.dispatch(inputs.x, inputs.routing, num_experts)
+    def out(inputs: Inputs, keep: bool) -> tuple[Any, Tensor]:
+        sent = transport.dispatch(inputs.x, inputs.routing, num_experts, keep=keep)
         return sent.plan, sent.rows
 
-    return out, lambda arrived: transport.combine(*arrived)
+    kept = partial(out, keep=True)
+    return Moves(
+        partial(out, keep=False) if transport.caps.in_place else kept,
+        kept,
+        lambda arrived: transport.combine(*arrived),
+        transport.caps.graphable,
+    )
 
 
 class AllRows(NamedTuple):
@@ -276,7 +330,7 @@ def _moves_of_all_rows(ep: ExpertParallel, num_experts: int, top_k: int) -> Move
         unsorted[arrived.order] = returned
         return unsorted.unflatten(0, (-1, top_k)).sum(1)
 
-    return out, back
+    return Moves(out, out, back, graphable=False)
 
 
 def _exchange(rows: Tensor, sent: list[int], arriving: list[int], ep: ExpertParallel) -> Tensor:

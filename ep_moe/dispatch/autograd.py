@@ -19,12 +19,19 @@ from ep_moe.types import Arrived, Routing
 
 
 def dispatch(x: Tensor, routing: Routing, num_experts: int, transport: Transport) -> Arrived:
-    """Send each row of x (T,H) to every rank that has one of its experts."""
+    """Send each row of x (T,H) to every rank that has one of its experts. With autograd off the
+    arrived rows may be overwritten by the next dispatch or combine of the group (`keep` of
+    `Transport.dispatch`)."""
     if check.wanted():
         routing.validate(len(x), num_experts)
     with torch.profiler.record_function("ep_moe.dispatch"):
         rows, gates, plan = _Dispatch.apply(
-            x, routing.gate_weights, routing.ids, num_experts, transport
+            x,
+            routing.gate_weights,
+            routing.ids,
+            num_experts,
+            transport,
+            torch.is_grad_enabled(),  # the experts' backward reads rows again
         )
     return Arrived(rows, gates, plan.local_ids, plan, plan.max_packed)
 
@@ -44,18 +51,19 @@ class _Dispatch(torch.autograd.Function):
         ids: Tensor,
         num_experts: int,
         transport: Transport,
+        keep: bool,
     ) -> tuple[Tensor, Tensor, Plan]:
         sent: Sent | None = None
 
         def learn() -> Plan:
             nonlocal sent
-            sent = transport.dispatch(x, Routing(ids, gate_weights), num_experts)
+            sent = transport.dispatch(x, Routing(ids, gate_weights), num_experts, keep=keep)
             return sent.plan
 
         plan = once(learn)
         if sent is None:  # a recomputation that was given the plan: no exchange of counts or ids
             gates = transport.replay_gates(plan, gate_weights)
-            sent = Sent(plan, transport.replay(plan, x), gates)
+            sent = Sent(plan, transport.replay(plan, x, keep=keep), gates)
         ctx.plan, ctx.transport = plan, transport
         # On one rank the experts work on x and the gates themselves, on more they work on copies.
         # Kept here at any number of ranks, so that changing them in place between forward and
@@ -76,7 +84,7 @@ class _Dispatch(torch.autograd.Function):
             d_x = ctx.transport.combine(ctx.plan, d_rows)
             d_gate = ctx.transport.combine_gates(ctx.plan, d_gates)
         needs_x, needs_gates, *_rest = ctx.needs_input_grad
-        return d_x if needs_x else None, d_gate if needs_gates else None, None, None, None
+        return d_x if needs_x else None, d_gate if needs_gates else None, *[None] * 4
 
 
 class _Combine(torch.autograd.Function):

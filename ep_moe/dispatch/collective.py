@@ -53,7 +53,7 @@ class CollectiveTransport:
     def __deepcopy__(self, _: dict[int, Any]) -> "CollectiveTransport":
         return CollectiveTransport(self.ep)  # of a layer of its own
 
-    def dispatch(self, x: Tensor, routing: Routing, num_experts: int) -> Sent:
+    def dispatch(self, x: Tensor, routing: Routing, num_experts: int, *, keep: bool = True) -> Sent:
         self.calls += 1
         each = num_experts // self.ep.size
         order = ops.send_order(routing.ids, num_experts, self.ep.size)
@@ -77,7 +77,7 @@ class CollectiveTransport:
         gates = arrived_gates.view(routing.gate_weights.dtype)
         return Sent(plan, self.replay(plan, x), gates)
 
-    def replay(self, plan: CollectivePlan, x: Tensor) -> Tensor:
+    def replay(self, plan: CollectivePlan, x: Tensor, *, keep: bool = True) -> Tensor:
         return self._out(plan, x, "rows out")
 
     def replay_gates(self, plan: CollectivePlan, gates: Tensor) -> Tensor:

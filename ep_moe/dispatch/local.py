@@ -31,11 +31,11 @@ class LocalTransport:
     def __init__(self, ep: ExpertParallel, max_tokens_per_rank: int | None = None) -> None:
         pass
 
-    def dispatch(self, x: Tensor, routing: Routing, num_experts: int) -> Sent:
+    def dispatch(self, x: Tensor, routing: Routing, num_experts: int, *, keep: bool = True) -> Sent:
         ids = routing.ids.to(torch.int32, copy=True)  # a plan outlives the call, its ids may not
         return Sent(LocalPlan(ids), x.detach(), routing.gate_weights.detach())
 
-    def replay(self, plan: LocalPlan, x: Tensor) -> Tensor:
+    def replay(self, plan: LocalPlan, x: Tensor, *, keep: bool = True) -> Tensor:
         return x.detach()
 
     def replay_gates(self, plan: LocalPlan, gates: Tensor) -> Tensor:

@@ -17,12 +17,14 @@ class Caps:
     max_ranks      the most ranks it serves; None = any number.
     deterministic  two runs agree bit for bit.
     graphable      can be captured in a CUDA graph (no host sync).
+    in_place       rows that are not to be kept lie in memory that the next move writes.
     """
 
     needs_group: bool
     max_ranks: int | None
     deterministic: bool
     graphable: bool
+    in_place: bool = False
 
 
 class Plan(Protocol):
@@ -58,12 +60,13 @@ class Transport(Protocol):
 
     def __init__(self, ep: ExpertParallel, max_tokens_per_rank: int | None = None) -> None: ...
 
-    def dispatch(self, x: Tensor, routing: Routing, num_experts: int) -> Sent:
+    def dispatch(self, x: Tensor, routing: Routing, num_experts: int, *, keep: bool = True) -> Sent:
         """x (T,H), ids and gate weights (T,K) -> plan, rows (A,H), gates (A,K). May meet every
-        other rank."""
+        other rank. keep: rows outlive the next move of any layer of the group; if not, they may
+        lie in memory that it writes."""
         ...
 
-    def replay(self, plan: Any, x: Tensor) -> Tensor:
+    def replay(self, plan: Any, x: Tensor, *, keep: bool = True) -> Tensor:
         """(T,H) -> (A,H)"""
         ...
 

@@ -1,12 +1,20 @@
 """One-sided moves between ranks whose memory each of them can write: rows are put where their
 receiver looks for them, and a flag says that they are there.
 
-Each rank has a window of the same layout (`layout`): flags, counts, rows. Counts and rows are there
-twice and used in turn, by the parity of an epoch that every rank counts alike. Twice is enough:
-every move waits for a flag of every peer, so who begins move n + 2 knows that all have ended n.
-Program p of a rank moves the p-th part of every segment and waits for programs p alone.
+Each rank has a window of the same form: flags, then an area for what arrives (`Layout`). The i-th
+row that source s sends to a rank arrives at row `s * most + i` of it, where `most` is the most
+tokens of a rank: nobody needs another's counts. On the way back the i-th row from expert rank r
+lies at row `r * most + i` of its home. Rows behind the last one of a source are garbage.
 
-Epochs live on the device, so that a CUDA graph counts on when it is replayed; they may wrap around.
+A move writes to a peer only once that has begun the same move. What runs on one stream runs in
+order, so all that the peer launched before, everybody who reads what arrived there earlier
+included, has ended by then: rows may be read where they arrived until this rank's next move. There
+is one area, always at the same addresses, which a CUDA graph can hold.
+
+Program p of a rank waits for programs p of its peers, or for some before p, never for later ones:
+they need not all run at once. Each counts its moves on the device, so that a graph counts on when
+it is replayed, and counts for the programs that a larger launch would have.
+
 Waits are bounded: a program that waits too long says for whom in `failure`, takes nothing from that
 peer and goes on. From the next move on its rank neither waits nor writes to others: a peer that is
 late may still read what stands in its window, and those that are not shall notice.
@@ -14,315 +22,269 @@ late may still read what stands in its window, and those that are not shall noti
 All moves of a rank are in one order: on one stream, or on streams that wait for each other.
 """
 
-from typing import NamedTuple
-
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import globaltimer
-from triton.language.target_info import is_cuda
 
-PROGRAMS = 16  # multiprocessors that a move takes
-WORDS = 4096  # that a program copies at a time
-COUNTS, ROWS = 1, 2  # what failed
+from ep_moe.kernels.flags import GROUPS, release, words
+from ep_moe.kernels.window import (
+    SLOTS,
+    VARYING,
+    Link,
+    Order,
+    await_arrival,
+    await_ready,
+    begin_move,
+    copy_rows,
+    end_move,
+    flag_of,
+    layout,
+    progress,
+    records_at,
+    rows_of,
+    sent_of_token,
+    tell_begun,
+    tile_sizes,
+    token_of_sent,
+    typed,
+)
 
-
-class Layout(NamedTuple):
-    """Of a window, in bytes from its start. rows: of each of the two halves."""
-
-    count_flags: int
-    row_flags: int
-    counts: int
-    rows: int
-    bytes_of_rows: int
-    total: int
-
-
-def layout(ranks: int, max_tokens: int, row_bytes: int) -> Layout:
-    """For ranks of at most `max_tokens` tokens of `row_bytes`."""
-    sizes = (4 * ranks, 4 * ranks * PROGRAMS, 8 * ranks * ranks)
-    starts = [0]
-    for size in sizes:
-        starts.append(starts[-1] + _aligned(size))
-    bytes_of_rows = _aligned(ranks * max_tokens * row_bytes)
-    return Layout(*starts, bytes_of_rows, starts[-1] + 2 * bytes_of_rows)
+SCANNED = 16384  # ids at a time
 
 
-def exchange_counts(
-    offsets: Tensor,
-    pointers: Tensor,
-    epoch: Tensor,
-    failure: Tensor,
-    *,
-    rank: int,
-    window: Layout,
-    timeout_ns: int,
-) -> Tensor:
-    """offsets (W+1,) int32 of the rows that this rank sends -> (W,W) int32: rows from each rank to
-    each. pointers (W,) int64: the ranks' windows; epoch (1,) int32."""
-    ranks = len(pointers)
-    counts = offsets.new_empty(ranks, ranks)
-    _exchange_counts[(1,)](
-        offsets,
-        pointers,
-        epoch,
-        failure,
-        counts,
-        rank,
-        timeout_ns,
-        FLAGS=window.count_flags,
-        COUNTS=window.counts,
-        W=ranks,
-        RANKS=triton.next_power_of_2(ranks),
-        FAILED=COUNTS,
+def dispatch(
+    x: Tensor, ids: Tensor, gates: Tensor, link: Link, *, num_experts: int
+) -> tuple[Order, Tensor, Tensor]:
+    """x (T,H) into the windows; ids (T,K), -1 = nowhere, gates (T,K) -> the order, local ids (A,K)
+    int32, -1 where no row arrived, and their gates (A,K). A = W * most."""
+    ranks, (tokens, width), top_k = link.ranks, x.shape, ids.shape[1]
+    order = torch.empty(2 * ranks * (1 + tokens), dtype=torch.int32, device=x.device)
+    local_ids = order.new_empty(ranks * link.most, top_k)
+    arrived = gates.new_empty(local_ids.shape)
+    places = layout(ranks, link.most, width * x.element_size(), top_k, gates.element_size())
+    choices = triton.next_power_of_2(top_k)
+    lanes = max(link.programs // ranks, 1)
+    _dispatch[(ranks * lanes,)](
+        x.contiguous(),
+        ids.contiguous(),
+        gates.contiguous(),
+        order,
+        local_ids,
+        arrived,
+        *link.arguments(tokens),
+        places.ids // 128,
+        places.gates // 128,
+        EACH=num_experts // ranks,
+        K=top_k,
+        CHOICES=choices,
+        SCAN=max(SCANNED // choices, 1),
+        BLOCK=max(SCANNED // 4 // choices, 1),
+        **tile_sizes(ranks, width, x.element_size()),
+        LANES=lanes,
+        num_warps=16,
+        sanitize_overflow=False,
     )
-    return counts
+    return Order(order, tokens), local_ids, arrived
 
 
-def move(
-    values: Tensor,
-    index: Tensor | None,
-    counts: Tensor,
-    out: Tensor,
-    pointers: Tensor,
-    epochs: Tensor,
-    failure: Tensor,
-    *,
-    rank: int,
-    back: bool,
-    window: Layout,
-    timeout_ns: int,
-) -> None:
-    """Rows of int32 words: values (N,C), or its rows `index` (N,), ordered by destination -> out,
-    ordered by source. counts (W,W) are from rank to rank on the way out; `back` turns them round.
-    epochs (PROGRAMS,) int32."""
-    ranks, width = len(pointers), values.shape[1]
-    columns = min(triton.next_power_of_2(width), 1024)
-    _move[(PROGRAMS,)](
-        values,
-        index,
-        counts,
-        out,
-        pointers,
-        epochs,
-        failure,
-        rank,
-        timeout_ns,
-        FLAGS=window.row_flags,
-        ROWS_AT=window.rows,
-        BYTES=window.bytes_of_rows,
-        BACK=back,
-        W=ranks,
-        RANKS=triton.next_power_of_2(ranks),
-        WIDTH=width,
-        ROWS=WORDS // columns,
-        COLUMNS=columns,
-        PROGRAMS=PROGRAMS,
-        FAILED=ROWS,
-        num_warps=8,
+def replay(x: Tensor, order: Order, link: Link) -> None:
+    """x (T,H) into the windows, in that order."""
+    lanes = max(link.programs // link.ranks, 1)
+    _replay[(link.ranks * lanes,)](
+        x.contiguous(),
+        order.words,
+        *link.arguments(order.tokens),
+        **tile_sizes(link.ranks, x.shape[1], x.element_size()),
+        LANES=lanes,
+        num_warps=16,
     )
 
 
-def _aligned(size: int) -> int:
-    return (size + 127) // 128 * 128
+def take(window: Tensor, order: Order, ranks: int) -> Tensor:
+    """The rows that arrived (A,H), copied; others are not written."""
+    out = torch.empty_like(window)
+    most, width = len(out) // ranks, out.shape[1]
+    sizes = tile_sizes(ranks, width, out.element_size(), share=4)
+    _take[(triton.cdiv(most, sizes["ROWS"]), ranks)](window, order.words, out, most, **sizes)
+    return out
 
 
-@triton.jit(do_not_specialize=["rank", "timeout_ns"])
-def _exchange_counts(
-    offsets,
-    pointers,
-    epoch,
-    failure,
-    counts,
-    rank,
-    timeout_ns,
-    FLAGS: tl.constexpr,
-    COUNTS: tl.constexpr,
-    W: tl.constexpr,
-    RANKS: tl.constexpr,
-    FAILED: tl.constexpr,
-):
-    now = tl.load(epoch) + 1
-    sound = tl.load(failure) == 0
-    patience = tl.where(sound, timeout_ns, 0)
-    r = tl.arange(0, RANKS)
-    mine = tl.load(offsets + 1 + r, mask=r < W, other=0) - tl.load(offsets + r, mask=r < W, other=0)
-    row = COUNTS + (now & 1) * (4 * W * W)
-    for peer in range(W):
-        window = tl.load(pointers + tl.where(sound, peer, rank))
-        tl.store(_words(window + row + rank * (4 * W)) + r, mine, mask=r < W)
-        _release(window + FLAGS + rank * 4, now)
-    here = tl.load(pointers + rank)
-    known = W
-    for peer in range(W):
-        there = _wait(here + FLAGS + peer * 4, now, peer, failure, patience, FAILED)
-        known = tl.where(there, known, 0)  # older counts may be more than the buffers hold
-    both = r[:, None] * W + r[None, :]
-    read, inside = (r < known)[:, None] & (r < known)[None, :], (r < W)[:, None] & (r < W)[None, :]
-    tl.store(counts + both, tl.load(_words(here + row) + both, mask=read, other=0), mask=inside)
-    tl.store(epoch, now)
-
-
-@triton.jit(do_not_specialize=["rank", "timeout_ns"])
-def _move(
-    values,
-    index,
-    counts,
-    out,
-    pointers,
+@triton.jit(do_not_specialize=[*VARYING, "ids_at", "gates_at"], debug=True)
+def _dispatch(
+    x,
+    ids,
+    gates,
+    order,
+    local_ids,
+    arrived_gates,
+    peers,
     epochs,
     failure,
     rank,
+    tokens,
+    most,
     timeout_ns,
-    FLAGS: tl.constexpr,
-    ROWS_AT: tl.constexpr,
-    BYTES: tl.constexpr,
-    BACK: tl.constexpr,
+    ids_at,
+    gates_at,
+    EACH: tl.constexpr,
+    K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    SCAN: tl.constexpr,
+    BLOCK: tl.constexpr,
     W: tl.constexpr,
-    RANKS: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    FAILED: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Program lane * W + step sends to rank + step, and waits for rank - step, what the lane's part
+    of the tokens has for it. Stops at an id that is no expert: the host does not look at ids."""
+    p = tl.program_id(0)
+    to, source = (rank + p % W) % W, (rank + W - p % W) % W
+    here = tl.load(peers + rank)
+    now, sound, patience = begin_move(p, epochs, failure, timeout_ns)
+    tell_begun(peers, source, rank, sound, p, now, W)
+
+    lane = p // W
+    part = (tokens + LANES - 1) // LANES
+    begin, end = lane * part, tl.minimum(lane * part + part, tokens)
+    first = tl.cast(0, tl.int32)  # of the rows for `to` that this lane sends
+    total = tl.cast(0, tl.int32)
+    for block in range(0, tokens, SCAN):
+        token, _, goes = _choices(ids, block, SCAN, tokens, to, EACH, W, K, CHOICES)
+        first += tl.sum(tl.where(token < begin, goes, 0))
+        total += tl.sum(goes)
+    last = first
+    alive, patience = await_ready(peers, to, rank, sound, p, now, patience, failure, W)
+    there = tl.load(peers + tl.where(alive, to, rank))
+    k = tl.arange(0, CHOICES)
+    for block in range(begin, end, BLOCK):
+        token, local, goes = _choices(ids, block, BLOCK, end, to, EACH, W, K, CHOICES)
+        at = last + tl.cumsum(goes) - goes
+        place = tl.where(goes > 0, to * most + at, -1)
+        tl.store(sent_of_token(order, W) + token * W + to, place, mask=token < end)
+        tl.store(token_of_sent(order, tokens, W) + to * tokens + at, token, mask=goes > 0)
+        sent = (tl.where(alive, goes, 0) > 0)[:, None] & (k < K)[None, :]
+        gate = tl.load(gates + token.to(tl.int64)[:, None] * K + k[None, :], mask=sent)
+        target = (rank * most + at).to(tl.int64)[:, None] * K + k[None, :]
+        tl.store(typed(there, ids_at, local_ids) + target, local, mask=sent)
+        tl.store(typed(there, gates_at, gates) + target, gate, mask=sent)
+        last += tl.sum(goes)
+    if lane == 0:
+        tl.store(order + to, total)
+    tl.debug_barrier()  # the list that this program wrote
+    index = token_of_sent(order, tokens, W) + to * tokens
+    target = rows_of(there, x, W) + (rank * most).to(tl.int64) * WIDTH
+    copy_rows(x, index, target, first, tl.where(alive, last, first), WIDTH, ROWS, COLUMNS)
+    record = words(there + records_at(W)) + (rank * SLOTS + p) * 4
+    tl.store(record, first, mask=alive)
+    tl.store(record + 1, last, mask=alive)
+    tl.store(record + 2, total, mask=alive)
+    release(flag_of(there, rank, p), progress(now, GROUPS - 1))
+
+    come = await_arrival(peers, source, rank, p, now, patience, failure, W)
+    record = words(here + records_at(W)) + (source * SLOTS + p) * 4
+    first = tl.load(record, mask=come, other=0)
+    last = tl.load(record + 1, mask=come, other=0)
+    total = tl.load(record + 2, mask=come, other=0)
+    if lane == 0:
+        tl.store(order + W + source, total)
+    base = source * most
+    for block in range(first, last, BLOCK):
+        row = block + tl.arange(0, BLOCK)
+        mask = (row < last)[:, None] & (k < K)[None, :]
+        at = (base + row).to(tl.int64)[:, None] * K + k[None, :]
+        local = tl.load(typed(here, ids_at, local_ids) + at, mask=mask)
+        tl.store(local_ids + at, local, mask=mask)
+        gate = tl.load(typed(here, gates_at, gates) + at, mask=mask)
+        tl.store(arrived_gates + at, gate, mask=mask)
+    # Rows of nobody. Of a late peer all are: other lanes may have some of them, at the same place.
+    part = tl.where(come, (most - total + LANES - 1) // LANES, most)
+    begin = tl.where(come, total + lane * part, 0)
+    end = tl.minimum(begin + part, most)
+    for block in range(begin, end, BLOCK):
+        row = block + tl.arange(0, BLOCK)
+        at = (base + row).to(tl.int64)[:, None] * K + k[None, :]
+        tl.store(local_ids + at, -1, mask=(row < end)[:, None] & (k < K)[None, :])
+    end_move(p, epochs, now, LANES * W)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _replay(
+    x,
+    order,
+    peers,
+    epochs,
+    failure,
+    rank,
+    tokens,
+    most,
+    timeout_ns,
+    W: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     p = tl.program_id(0)
-    now = tl.load(epochs + p) + 1
-    sound = tl.load(failure) == 0
-    patience = tl.where(sound, timeout_ns, 0)
-    half = ROWS_AT + (now & 1).to(tl.int64) * BYTES
-    for step in range(W):  # not all to the same rank at once; the own rows last, beside the waiting
-        peer = (rank + 1 + step) % W
-        n, from_ = _segment(counts, rank, peer, BACK, W, RANKS)
-        to = _before(counts, rank, peer, BACK, W, RANKS)
-        window = tl.load(pointers + tl.where(sound, peer, rank))
-        target = tl.where(peer == rank, out.to(tl.int64), window + half)
-        part = (n + PROGRAMS - 1) // PROGRAMS
-        for row in range(p * part, tl.minimum((p + 1) * part, n), ROWS):
-            i = row + tl.arange(0, ROWS)
-            inside = i < tl.minimum((p + 1) * part, n)
-            source = from_ + i
-            if index is not None:
-                source = tl.load(index + source, mask=inside, other=0)
-            _copy(values, source, _rows(target), to + i, inside, WIDTH, ROWS, COLUMNS)
-        if peer != rank:
-            _release(window + FLAGS + (rank * PROGRAMS + p) * 4, now)
-    here = tl.load(pointers + rank)
-    for step in range(W - 1):
-        peer = (rank + W - 1 - step) % W
-        flag = here + FLAGS + (peer * PROGRAMS + p) * 4
-        there = _wait(flag, now, peer, failure, patience, FAILED)
-        n, _ = _segment(counts, peer, rank, BACK, W, RANKS)
-        at = _before(counts, peer, rank, BACK, W, RANKS)
-        part = (n + PROGRAMS - 1) // PROGRAMS
-        for row in range(p * part, tl.minimum((p + 1) * part, n), ROWS):
-            i = row + tl.arange(0, ROWS)
-            inside = i < tl.where(there, tl.minimum((p + 1) * part, n), 0)
-            _copy(_rows(here + half), at + i, out, at + i, inside, WIDTH, ROWS, COLUMNS)
-    tl.store(epochs + p, now)
+    to, source = (rank + p % W) % W, (rank + W - p % W) % W
+    now, sound, patience = begin_move(p, epochs, failure, timeout_ns)
+    tell_begun(peers, source, rank, sound, p, now, W)
+    alive, patience = await_ready(peers, to, rank, sound, p, now, patience, failure, W)
+    there = tl.load(peers + tl.where(alive, to, rank))
+    sent = tl.load(order + to)
+    part = (sent + LANES - 1) // LANES
+    begin = p // W * part
+    end = tl.where(alive, tl.minimum(begin + part, sent), begin)
+    index = token_of_sent(order, tokens, W) + to * tokens
+    target = rows_of(there, x, W) + (rank * most).to(tl.int64) * WIDTH
+    copy_rows(x, index, target, begin, end, WIDTH, ROWS, COLUMNS)
+    release(flag_of(there, rank, p), progress(now, GROUPS - 1))
+    await_arrival(peers, source, rank, p, now, patience, failure, W)
+    end_move(p, epochs, now, LANES * W)
 
 
-@triton.jit
-def _segment(counts, source, to, BACK: tl.constexpr, W: tl.constexpr, RANKS: tl.constexpr):
-    """-> rows from one rank to another, and how many `source` sends to the ranks before it"""
-    r = tl.arange(0, RANKS)
-    if BACK:
-        n = tl.load(counts + r * W + source, mask=r < W, other=0)
-    else:
-        n = tl.load(counts + source * W + r, mask=r < W, other=0)
-    return tl.sum(tl.where(r == to, n, 0)), tl.sum(tl.where(r < to, n, 0))
-
-
-@triton.jit
-def _before(counts, source, to, BACK: tl.constexpr, W: tl.constexpr, RANKS: tl.constexpr):
-    """-> rows that `to` gets from the ranks before `source`"""
-    r = tl.arange(0, RANKS)
-    if BACK:
-        n = tl.load(counts + to * W + r, mask=r < W, other=0)
-    else:
-        n = tl.load(counts + r * W + to, mask=r < W, other=0)
-    return tl.sum(tl.where(r < source, n, 0))
-
-
-@triton.jit
-def _copy(
-    source,
-    source_row,
-    target,
-    target_row,
-    inside,
+@triton.jit(do_not_specialize=["most"])
+def _take(
+    window,
+    order,
+    out,
+    most,
+    W: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    for column in range(0, WIDTH, COLUMNS):
-        c = column + tl.arange(0, COLUMNS)
-        mask = inside[:, None] & (c < WIDTH)[None, :]
-        from_ = source + source_row.to(tl.int64)[:, None] * WIDTH + c[None, :]
-        to = target + target_row.to(tl.int64)[:, None] * WIDTH + c[None, :]
-        tl.store(to, tl.load(from_, mask=mask), mask=mask)
+    """Grid (blocks of rows, sources)."""
+    source = tl.program_id(1)
+    end = tl.load(order + W + source)
+    begin = tl.program_id(0) * ROWS
+    base = (source * most).to(tl.int64) * WIDTH
+    end = tl.minimum(end, begin + ROWS)
+    copy_rows(window + base, None, out + base, begin, end, WIDTH, ROWS, COLUMNS)
 
 
 @triton.jit
-def _words(address):
-    return address.to(tl.pointer_type(tl.int32))
-
-
-@triton.jit
-def _rows(address):
-    """Of a window, or of a tensor: both begin at multiples of 16."""
-    return tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
-
-
-@triton.jit
-def _release(address, value):
-    """After all that this program has written, to be seen by every GPU."""
-    tl.debug_barrier()
-    if is_cuda():
-        tl.inline_asm_elementwise(
-            "st.release.sys.global.u32 [$1], $2; mov.u32 $0, $2;",
-            "=r,l,r",
-            [address, value],
-            tl.int32,
-            False,
-            1,
-        )
-    else:
-        tl.atomic_xchg(_words(address), value, sem="release", scope="sys")
-
-
-@triton.jit
-def _acquire(address):
-    if is_cuda():
-        return tl.inline_asm_elementwise(
-            "ld.acquire.sys.global.u32 $0, [$1];", "=r,l", [address], tl.int32, False, 1
-        )
-    else:
-        return tl.atomic_add(_words(address), 0, sem="acquire", scope="sys")
-
-
-@triton.jit
-def _now(spins):
-    """Nanoseconds; a guess where there is no clock."""
-    if is_cuda():
-        return globaltimer().to(tl.int64)
-    else:
-        return spins.to(tl.int64) * 1000
-
-
-@triton.jit
-def _wait(address, value, peer, failure, patience, FAILED: tl.constexpr):
-    """Until the flag has the value, or `patience` is over. -> whether it has it"""
-    spins = tl.cast(0, tl.int32)
-    began = _now(spins)
-    seen = _acquire(address)
-    while (seen - value < 0) & (_now(spins) - began < patience):
-        seen = _acquire(address)
-        spins += 1
-    there = seen - value >= 0
-    if (patience > 0) & (seen - value < 0):
-        tl.store(failure + 1, peer)
-        tl.store(failure + 2, value)
-        tl.store(failure, FAILED)
-    tl.debug_barrier()
-    return there
+def _choices(
+    ids,
+    block,
+    BLOCK: tl.constexpr,
+    end,
+    to,
+    EACH: tl.constexpr,
+    W: tl.constexpr,
+    K: tl.constexpr,
+    CHOICES: tl.constexpr,
+):
+    """-> the tokens of a block, their experts of rank `to` counted from its first, and whether they
+    have any (0 or 1)"""
+    token = block + tl.arange(0, BLOCK)
+    k = tl.arange(0, CHOICES)
+    mask = (token < end)[:, None] & (k < K)[None, :]
+    id = tl.load(ids + token.to(tl.int64)[:, None] * K + k[None, :], mask=mask, other=-1)
+    id = id.to(tl.int32)
+    tl.device_assert((id >= -1) & (id < EACH * W), "ep_moe: an id that is neither -1 nor an expert")
+    local = id - to * EACH
+    local = tl.where((local >= 0) & (local < EACH), local, -1)
+    return token, local, (tl.max(local, 1) >= 0).to(tl.int32)

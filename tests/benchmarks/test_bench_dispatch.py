@@ -56,15 +56,16 @@ def on_ranks(rank, folder, window_files, changes, broken=False):
 
 @needs_interpreter
 def test_every_transport_is_timed_beside_a_row_for_every_choice(tmp_path):
-    run_ranks(on_ranks, 2, str(tmp_path), str(tmp_path), {"skew": 1.5})
+    run_ranks(on_ranks, 2, str(tmp_path), str(tmp_path), {"skew": 1.5, "sms": 4})
     found = {(r["case"]["scope"], r["case"]["tokens"], r["impl"]) for r in records(tmp_path)}
     assert found == {
         (scope, tokens, impl)
         for scope in ("dispatch", "combine")
         for tokens in (5, 8)
         for impl in ("collective", "symm", ALL_ROWS)
-    }
-    assert {r["unit"] for r in records(tmp_path)} == {"ms", "calls", "GB/s"}
+    } | {("dispatch, kept", tokens, "symm") for tokens in (5, 8)}
+    assert {r["unit"] for r in records(tmp_path)} == {"ms", "calls", "GB/s", "SMs"}
+    assert {r["value"] for r in records(tmp_path) if r["unit"] == "SMs"} == {4}
 
 
 def test_rows_that_come_back_wrong_are_not_timed(tmp_path):

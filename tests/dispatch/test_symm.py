@@ -2,6 +2,7 @@
 are in `test_transports`."""
 
 import math
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from ep_moe import (
 )
 from ep_moe.dispatch import dispatch, symm
 from ep_moe.errors import CallMismatch, DispatchTimeout
-from ep_moe.kernels import symm as kernels
+from ep_moe.kernels.window import ARRIVAL, SLOTS, layout
 from ep_moe.testing import run_ranks
 from tests.dispatch.ep_cases import compare, expert_parallel, one_process
 from tests.dispatch.test_expert_parallel import CASES
@@ -77,8 +78,49 @@ def test_layers_equal_one_process_on_gpu(world_size, require_gpu):
     check_layers(world_size, names, None, "cuda", timeout=240.0, environ=ON_ONE_GPU)
 
 
+def many_tokens(rank, world_size, most, folder, device):
+    """There and back: each token as often as it goes to a rank. More than are summed in one launch,
+    of which those with two experts of a rank go there once, and one in five goes nowhere."""
+    if device == "cpu":
+        share_files(folder, programs=2 * world_size)
+    else:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    ep = ExpertParallel.resolve(dist.group.WORLD)
+    transport = symm.SymmTransport(ep, most)
+    found = []
+    for tokens in (most - rank, most // 3 * rank):
+        x = torch.randn(tokens, 256, dtype=torch.bfloat16, device=device)
+        ids = torch.randint(0, 4 * world_size, (tokens, 3), dtype=torch.int32, device=device)
+        ids[torch.rand(tokens, device=device) < 0.2] = -1
+        goes = torch.stack([(ids // 4 == r).any(1) for r in range(world_size)]).sum(0)
+        routing = Routing(ids, torch.rand(tokens, 3, device=device))
+        for keep in (True, False):
+            plan, rows, gates = transport.dispatch(x, routing, 4 * world_size, keep=keep)
+            y = transport.combine(plan, rows)
+            found.append(torch.equal(y, (x.float() * goes[:, None]).bfloat16()))
+            gates = gates.masked_fill(plan.local_ids < 0, 0.0)
+            back = routing.gate_weights.masked_fill(ids < 0, 0.0)
+            found.append(torch.equal(transport.combine_gates(plan, gates), back))
+    return found
+
+
+@needs_interpreter
+def test_many_tokens(tmp_path):
+    ranks = run_ranks(many_tokens, 2, 2, 45, str(tmp_path), "cpu")
+    assert ranks == [[True] * 8] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_many_tokens_on_gpu(world_size, require_gpu):
+    how = {"timeout": 240.0, "environ": ON_ONE_GPU}
+    ranks = run_ranks(many_tokens, world_size, world_size, 3000, None, "cuda", **how)
+    assert ranks == [[True] * 8] * world_size
+
+
 def captured_steps(rank):
-    """Forward and backward in a graph, replayed with other tokens each time; and without one."""
+    """Forward and backward in a graph, and forward alone in another, replayed with other tokens
+    each time; and without one."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
     torch.manual_seed(0)
     config = MoEConfig(
@@ -97,24 +139,34 @@ def captured_steps(rank):
         y, _ = layer(x)
         return (y.detach(), *torch.autograd.grad(y, leaves, d_y))
 
+    @torch.no_grad()
+    def infer():
+        return (layer(layer(x)[0])[0],)
+
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
             step()
+            infer()
         torch.cuda.set_sync_debug_mode("error")
         step()
+        infer()
         torch.cuda.set_sync_debug_mode("default")
     stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = step()
+    graphs = []
+    for work in (step, infer):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = work()
+        graphs.append((graph, captured, work))
     pairs = []
-    for _ in range(4):
+    for turn in range(6):
         with torch.no_grad():
             x.normal_()
+        graph, captured, work = graphs[turn % 3 // 2]
         graph.replay()
         found = [value.clone() for value in captured]
-        pairs += zip(found, step(), strict=True)
+        pairs += zip(found, work(), strict=True)
     return [torch.equal(got, expected) for got, expected in pairs]
 
 
@@ -122,25 +174,6 @@ def captured_steps(rank):
 def test_a_graph_equals_eager(require_gpu):
     ranks = run_ranks(captured_steps, 2, timeout=240.0, environ=ON_ONE_GPU)
     assert all(all(same) for same in ranks)
-
-
-def test_a_wait_ends_and_says_for_whom():
-    """Rank 0 of two, and the other one never comes."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    window = kernels.layout(2, MOST, 64)
-    memory = [torch.zeros(window.total, dtype=torch.uint8, device=device) for _ in range(2)]
-    ints = torch.zeros(4, dtype=torch.int32, device=device)
-    counts = kernels.exchange_counts(
-        torch.tensor([0, 3, 5], dtype=torch.int32, device=device),
-        torch.tensor([m.data_ptr() for m in memory], device=device),
-        ints[:1],
-        ints[1:],
-        rank=0,
-        window=window,
-        timeout_ns=2_000_000,
-    )
-    assert ints.tolist() == [1, kernels.COUNTS, 1, 1]  # epoch 1; the counts of rank 1 in epoch 1
-    assert counts.tolist() == [[0, 0], [0, 0]]
 
 
 def alone(rank, folder):
@@ -152,7 +185,7 @@ def alone(rank, folder):
     layer.ep.peers._timeout = 0.0005
     if rank == 0:
         with pytest.raises(
-            DispatchTimeout, match=r"rank 0 .*layer 0, call 2.*counts of rank 1 \(epoch 2\)"
+            DispatchTimeout, match=r"rank 0 .*layer 0, call 2.*for rank 1 to begin \(move 3\)"
         ):
             layer(torch.randn(4, case.config.hidden_size))
 
@@ -168,17 +201,6 @@ def test_what_it_refuses(monkeypatch):
         symm.SymmTransport(ep)
     with pytest.raises(BackendUnavailable, match=r"symm.* needs GPUs.*collective or auto"):
         symm.allocate(128, ep, torch.device("cpu"))
-    with pytest.raises(InputError, match="a multiple of 4 bytes"):
-        symm._words(torch.zeros(2, 3, dtype=torch.bfloat16))
-
-
-def test_rows_as_words():
-    """That begin within a word, or do not lie side by side, such as the gradient of a sum."""
-    within = torch.arange(9.0, dtype=torch.bfloat16)[1:].view(4, 2)
-    for rows in (within, torch.rand(4, 3).t(), torch.rand(()).expand(3, 4)):
-        words = symm._words(rows)
-        assert words.is_contiguous()
-        assert torch.equal(words.view(rows.dtype), rows)
 
 
 def test_a_group_without_a_timeout():
@@ -199,6 +221,75 @@ def test_more_tokens_than_the_buffers_hold(tmp_path):
     run_ranks(too_many, 1, str(tmp_path))
 
 
+def odd_rows(rank, folder):
+    """Of 10 bytes, from the middle of a row of memory; and columns side by side."""
+    share_files(folder)
+    ep = ExpertParallel.resolve(dist.group.WORLD)
+    transport = symm.SymmTransport(ep, MOST)
+    x = torch.arange(61.0, dtype=torch.bfloat16)[1:].view(12, 5)
+    ids, gates = torch.tensor([[0], [1]] * 6), torch.ones(12, 1)
+    found = []
+    for values in (x, x.view(5, 12).t()):
+        sent = transport.dispatch(values, Routing(ids, gates), 2)
+        here = (sent.plan.local_ids >= 0).any(1)
+        expected = values[ids[:, 0] == rank]
+        found.append(torch.equal(sent.rows[here], torch.cat([expected, expected])))
+        found.append(torch.equal(transport.combine(sent.plan, sent.rows), values))
+    return found
+
+
+@needs_interpreter
+def test_rows_of_any_width(tmp_path):
+    assert run_ranks(odd_rows, 2, str(tmp_path)) == [[True] * 4] * 2
+
+
+def late_reader(rank, folder):
+    """Rank 1 reads what has arrived only when rank 0 has long been at its next move."""
+    share_files(folder)
+    ep = ExpertParallel.resolve(dist.group.WORLD)
+    transport = symm.SymmTransport(ep, MOST)
+    x = torch.randn(6, 8)
+    routing = Routing(torch.tensor([[0, 1]] * 6), torch.ones(6, 2))
+    plan, rows, _ = transport.dispatch(x, routing, 2, keep=False)
+    in_place = ep.peers.shared["symm"].holds(rows)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.5)
+    right = torch.equal(rows[:6], x) and torch.equal(rows[MOST : MOST + 6], x)
+    again = transport.replay(plan, -x, keep=False)
+    dist.barrier()
+    if rank == 0:
+        time.sleep(0.5)
+    right &= torch.equal(again[:6], -x) and torch.equal(again[MOST : MOST + 6], -x)
+    return in_place, right, torch.equal(transport.combine(plan, 3 * again), -6 * x)
+
+
+@needs_interpreter
+def test_rows_stay_until_the_next_move(tmp_path):
+    assert run_ranks(late_reader, 2, str(tmp_path)) == [(True, True, True)] * 2
+
+
+def without_grad(rank, folder):
+    """Layers in turn, as in inference, beside the same with rows that are kept."""
+    share_files(folder)
+    config = over_windows(CASES["balanced, 2"]).config
+    layers = [MoELayer(config, dist.group.WORLD) for _ in "12"]
+    x = torch.randn(7 - 5 * rank, config.hidden_size)
+    found = []
+    for _ in "123":  # five moves and one step of training between
+        with torch.no_grad():
+            y = layers[1](layers[0](x)[0])[0]
+        kept = layers[1](layers[0](x)[0])[0]
+        found.append(torch.equal(y, kept))
+        layers[0](x)[0].sum().backward()
+    return all(found)
+
+
+@needs_interpreter
+def test_inference_equals_training(tmp_path):
+    assert run_ranks(without_grad, 2, str(tmp_path)) == [True, True]
+
+
 def unlike(rank, folder):
     share_files(folder)
     config = over_windows(CASES["balanced, 2"]).config
@@ -210,6 +301,24 @@ def unlike(rank, folder):
 @needs_interpreter
 def test_buffers_of_other_sizes_on_other_ranks(tmp_path):
     run_ranks(unlike, 2, str(tmp_path))
+
+
+def unlike_programs(rank, folder):
+    share_files(folder)
+    config = over_windows(CASES["balanced, 2"]).config
+    layer, x = MoELayer(config, dist.group.WORLD), torch.randn(4, config.hidden_size)
+    layer.transport.programs = 129
+    with pytest.raises(ConfigError, match=r"programs = 129.*1 to 128"):
+        layer(x)
+    layer.transport.programs = 2 + rank
+    with pytest.raises(ConfigError, match=r"programs = \[2, 3\].*same on every rank"):
+        layer(x)
+
+
+@needs_interpreter
+def test_programs(tmp_path):
+    assert SLOTS.value == symm.MOST_PROGRAMS
+    run_ranks(unlike_programs, 2, str(tmp_path))
 
 
 def unlike_with_a_window(rank, folder):
@@ -252,7 +361,7 @@ def different_order(rank, folder):
     layers = [MoELayer(case.config, dist.group.WORLD) for _ in "12"]
     x = torch.randn(4, case.config.hidden_size)
     layers[0](x)
-    with pytest.raises(CallMismatch, match=r"rank 1 is at layer 1, call 1, forward, the counts"):
+    with pytest.raises(CallMismatch, match=r"rank 1 is at layer 1, call 1, forward, rows out"):
         layers[rank](x)
 
 
@@ -261,12 +370,15 @@ def test_ranks_that_call_different_layers(tmp_path):
     run_ranks(different_order, 2, str(tmp_path), environ={"EP_MOE_CHECK": "1"})
 
 
+WINDOWS = ((16, 40), (64, 40), (32, 40), (32, 100), (128, 40), (256, 40))
+
+
 def growing(rank, folder):
     """Layers of wider rows or more tokens; a CUDA graph holds the second one's window."""
     share_files(folder)
     config = over_windows(CASES["balanced, 2"]).config
     windows = []
-    for hidden_size, most in ((16, 40), (64, 40), (32, 40), (32, 100), (128, 40), (256, 40)):
+    for hidden_size, most in WINDOWS:
         sizes = {"hidden_size": hidden_size, "max_tokens_per_rank": most}
         layer = MoELayer(replace(config, **sizes), dist.group.WORLD)
         with torch.inference_mode():
@@ -276,18 +388,12 @@ def growing(rank, folder):
         windows[-1].captured |= hidden_size == 64
     first, second, same, third, fourth, fifth = windows
     assert same is second
-    assert [w.max_tokens * w.row_bytes for w in windows] == [
-        40 * 64,
-        40 * 256,
-        40 * 256,
-        100 * 128,
-        40 * 512,
-        40 * 1024,
-    ]
+    sizes = [layout(2, most, 4 * h, 2, 4).total for h, most in WINDOWS if h != 32 or most > 40]
+    assert [len(w.memory) for w in (first, second, third, fourth, fifth)] == sizes
     assert [w.kept for w in (first, second, third, fourth, fifth)] == [None, None, *[second] * 3]
     assert not any(w.seen.is_inference() or w.memory.is_inference() for w in windows)
-    first.failure[:] = torch.tensor([kernels.ROWS, 1 - rank, 7])
-    with pytest.raises(DispatchTimeout, match=rf"rows.*rank {1 - rank} \(epoch 7\)"):
+    first.seen[:] = torch.tensor([ARRIVAL.value, 1 - rank, 7])
+    with pytest.raises(DispatchTimeout, match=rf"rank {1 - rank} for what it sends \(move 7\)"):
         layer(torch.randn(4, 256))
 
 
@@ -302,11 +408,9 @@ def around_the_end_of_the_epochs(rank, folder):
     found = [moves(rank, "symm", (6, 5), "random", "cpu")]
     window = ExpertParallel.resolve(dist.group.WORLD).peers.shared["symm"]
     dist.barrier()
-    for epochs in (window.epochs, window.count_epoch):
-        epochs.fill_(2**31 - 1 - len(epochs))
+    window.epochs.fill_(2**31 - 3)
     found += [moves(rank, "symm", (6, 5), "random", "cpu") for _ in range(2)]
     assert window.epochs[0] < 0
-    assert window.count_epoch < 0
     return found
 
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton.language as tl
 
 from ep_moe.dispatch import symm
-from ep_moe.kernels import symm as kernels
+from ep_moe.kernels import symm_back, window
 
 needs_interpreter = pytest.mark.skipif(
     torch.cuda.is_available(), reason="with a GPU kernels are compiled, and files are not for those"
@@ -15,7 +16,8 @@ needs_interpreter = pytest.mark.skipif(
 
 
 def share_files(folder, *, programs=2):
-    """In each rank: `symm` maps files of this folder. Few programs, for the interpreter is slow."""
+    """In each rank: `symm` maps files of this folder. Few programs, for the interpreter is slow;
+    few rows at a time, so that the few rows of a test take all steps."""
     views = []  # they stay mapped
 
     def allocate(size, ep, device):
@@ -36,4 +38,5 @@ def share_files(folder, *, programs=2):
         )
         return views[-1][ep.rank], [view.data_ptr() for view in views[-1]]
 
-    symm.allocate, kernels.PROGRAMS = allocate, programs
+    symm.allocate, symm.PROGRAMS = allocate, programs
+    window.BYTES, symm_back.FEW, symm_back.AT_LEAST = 512, 4, tl.constexpr(2)

@@ -23,6 +23,7 @@ from ep_moe.kernels import (
     select_backward,
     send,
     symm,
+    symm_back,
     weighted_sum,
 )
 from ep_moe.kernels.tiles import Tile
@@ -82,25 +83,25 @@ def router() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "", lambda: pack.pack(ints(T, 8), 256)
     yield "", lambda: send.destinations(ints(T, 8), 32, 8)
     told = {"experts_per_rank": 32}
-    window = symm.layout(8, T, 2 * H)
-    peers = {"rank": 1, "window": window, "timeout_ns": 10**9}
-    pointers = empty(8, dtype=torch.int64)
-    yield (
-        "",
-        lambda: symm.exchange_counts(ints(9), pointers, ints(1), ints(3), **peers),
-    )
-    for index, back in ((ints(T * 8), False), (None, True)):
-        values, out = ints(T * 8, H // 2), ints(8 * T, H // 2)
-        yield (
-            "back" if back else "out",
-            partial(
-                symm.move,
-                *(values, index, ints(8, 8), out, pointers, ints(symm.PROGRAMS), ints(3)),
-                back=back,
-                **peers,
-            ),
+    for ranks in (2, 8):
+        link = symm.Link(
+            *(empty(ranks + 1, dtype=torch.int64), ints(128), ints(3)),
+            **{"rank": 1, "most": T, "programs": 16, "timeout_ns": 10**9},
         )
+        order = symm.Order(ints(2 * ranks * (1 + T)), T)
+        yield from moves(f"{ranks} ranks", link, order)
     yield "", lambda: send.message(ints(T, 8), floats(T, 8), ints(T * 8), ints(9), **told)
+
+
+def moves(
+    variant: str, link: symm.Link, order: symm.Order
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    x, rows, ids, gates = empty(T, H), empty(link.ranks * T, H), ints(T, K), floats(T, K)
+    yield f"move, {variant}", lambda: symm.dispatch(x, ids, gates, link, num_experts=256)
+    yield f"move, {variant}", lambda: symm.replay(x, order, link)
+    yield f"move, {variant}", lambda: symm_back.combine(rows, order, link)
+    yield f"move, {variant}, fp32 gates", lambda: symm_back.combine(gates, order, link)
+    yield f"{variant}", lambda: symm.take(rows, order, link.ranks)
 
 
 def experts(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -61,7 +61,8 @@ class StandIn:
 
 def resources(cubin: bytes) -> dict[str, int]:
     """Registers of a thread, bytes that it spills, and how often the instructions stand in it that
-    multiply (HGMMA, HMMA), move tiles (UTMALDG, UTMASTG) and load 16 bits (LDG.E.U16)."""
+    multiply (HGMMA, HMMA), move tiles (UTMALDG, UTMASTG), load and store 16 bits (LDG.E.U16,
+    STG.E.U16)."""
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -76,6 +77,6 @@ def resources(cubin: bytes) -> dict[str, int]:
     registers, stack, local = map(
         int, re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage).groups()
     )
-    names = ("HGMMA", "HMMA", "UTMALDG", "UTMASTG", "LDG.E.U16")
+    names = ("HGMMA", "HMMA", "UTMALDG", "UTMASTG", "LDG.E.U16", "STG.E.U16")
     counts = {name: sass.count(f" {name}") for name in names}
     return {"registers": registers, "spilled": stack + local, **counts}

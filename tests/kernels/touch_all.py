@@ -11,7 +11,7 @@ import sys
 import torch
 
 from ep_moe import SelectionConfig, ops
-from ep_moe.kernels import symm
+from ep_moe.kernels import symm, symm_back, window
 from ep_moe.kernels.device import architecture
 from ep_moe.kernels.grouped_gemm import grouped_gemm, hidden, hidden_backward
 from ep_moe.kernels.grouped_wgrad import grouped_bias_grad, grouped_wgrad
@@ -73,7 +73,7 @@ def experts(
 
 
 def send(tokens: int, h: int, num: int, top_k: int, device: torch.device) -> None:
-    """As to many ranks, then through a window of this one's own."""
+    """To as many ranks as there are experts, and to one."""
     ids = torch.rand(tokens, num, device=device).topk(top_k, dim=1).indices.int()
     gates, x = torch.rand(ids.shape, device=device), torch.randn(tokens, h, device=device)
     for ranks in (num, 1):
@@ -81,16 +81,26 @@ def send(tokens: int, h: int, num: int, top_k: int, device: torch.device) -> Non
         ops.message(ids, gates, order, num // ranks)
         rows = ops.gather(x, order.token_of_sent, order.offsets)
         ops.weighted_sum(rows, None, order.sent_of_token)
-    window = symm.layout(1, tokens, 4 * h)
-    memory = torch.zeros(window.total, dtype=torch.uint8, device=device)
-    pointers = torch.tensor([memory.data_ptr()], device=device)
-    epochs = torch.zeros(symm.PROGRAMS + 1, dtype=torch.int32, device=device)
-    failure = torch.zeros(3, dtype=torch.int32, device=device)
-    how = {"rank": 0, "window": window, "timeout_ns": 10**10}
-    counts = symm.exchange_counts(order.offsets, pointers, epochs[:1], failure, **how)
-    for back, index in ((False, order.token_of_sent), (True, None)):
-        rows, out = x.view(torch.int32), torch.empty_like(x).view(torch.int32)
-        symm.move(rows, index, counts, out, pointers, epochs[1:], failure, back=back, **how)
+
+
+def moves(tokens: int, h: int, num: int, top_k: int, dtype: torch.dtype, device) -> None:
+    """Of one rank, which is its own peer."""
+    x = torch.randn(tokens, h, device=device).to(dtype)
+    ids = torch.randint(-1, num, (tokens, top_k), dtype=torch.int32, device=device)
+    gates, most = torch.rand(tokens, top_k, device=device), tokens + 3
+    layout = window.layout(1, most, h * x.element_size(), top_k, 4)
+    memory = torch.zeros(layout.total, dtype=torch.uint8, device=device)
+    epochs, failure, seen = (
+        torch.zeros(n, dtype=torch.int32, device=device) for n in (window.SLOTS.value, 3, 3)
+    )
+    peers = torch.tensor([memory.data_ptr(), seen.data_ptr()], device=device)
+    link = window.Link(peers, epochs, failure, 0, most, programs=16, timeout_ns=10**9)
+    order, _, arrived_gates = symm.dispatch(x, ids, gates, link, num_experts=num)
+    rows = memory[layout.rows :][: most * h * x.element_size()].view(dtype).view(most, h)
+    kept = symm.take(rows, order, 1)
+    symm.replay(x, order, link)
+    symm_back.combine(kept, order, link)
+    symm_back.combine(arrived_gates, order, link)
     assert not failure.any()
 
 
@@ -101,6 +111,9 @@ def main() -> None:
     for tokens, h, i, num, top_k in SIZES:
         router(tokens, num, top_k, device)
         send(tokens, h, num, top_k, device)
+        for dtype in (torch.bfloat16, torch.float32):
+            moves(tokens, h, num, top_k, dtype, device)
+            moves(600 + tokens, h + 1, num, top_k, dtype, device)
         for name, tile in tiles.items():
             for dtype in (torch.bfloat16, torch.float32):
                 if dtype == torch.bfloat16 or not tile.specialize:
