@@ -285,8 +285,10 @@ def _multiply(
             if pre is not None:
                 result_to(pre, gate, out, 0, row, end, 0, column)
                 result_to(pre, up, out, PARTS, row, end, 1, column)
+            # A tile counts from 0: only that waits for what the tile before has stored.
+            before: gl.constexpr = 0 if pre is None else 2 * PARTS
             h = activate(gate, up, ACTIVATION)
-            result_to(y, h, out, 2 * PARTS, row, end, 0, column)
+            result_to(y, h, out, before, row, end, 0, column)
     tma.store_wait(0)
 
 

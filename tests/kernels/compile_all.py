@@ -205,6 +205,9 @@ def specialized() -> Iterator[tuple[str, Callable[[], object]]]:
         "hidden": partial(
             grouped_gemm.hidden, x, up, packed, activation="swiglu", keep=True, tile=gated
         ),
+        "hidden, not kept": partial(
+            grouped_gemm.hidden, x, up, packed, activation="swiglu", keep=False, tile=gated
+        ),
         "product": partial(grouped_gemm.grouped_gemm, h, down, offsets, tile=wide),
         "gradient": partial(
             grouped_gemm.hidden_backward,

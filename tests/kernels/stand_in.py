@@ -62,7 +62,7 @@ class StandIn:
 def resources(cubin: bytes) -> dict[str, int]:
     """Registers of a thread, bytes that it spills, and how often the instructions stand in it that
     multiply (HGMMA, HMMA), move tiles (UTMALDG, UTMASTG), load and store 16 bits (LDG.E.U16,
-    STG.E.U16)."""
+    STG.E.U16), and wait until all stored tiles have left (DEPBAR.LE SB0, 0x0)."""
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -78,5 +78,6 @@ def resources(cubin: bytes) -> dict[str, int]:
         int, re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage).groups()
     )
     names = ("HGMMA", "HMMA", "UTMALDG", "UTMASTG", "LDG.E.U16", "STG.E.U16")
+    names += ("DEPBAR.LE SB0, 0x0",)
     counts = {name: sass.count(f" {name}") for name in names}
     return {"registers": registers, "spilled": stack + local, **counts}
