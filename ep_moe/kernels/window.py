@@ -176,7 +176,7 @@ def typed(window, blocks, like):
     """A pointer into a window, so many times 128 bytes from its start."""
     element = like.dtype.element_ty
     start = tl.multiple_of(window.to(tl.pointer_type(element)), 16)  # of a sum it would be lost
-    return start + blocks * (1024 // element.primitive_bitwidth)
+    return start + tl.cast(blocks, tl.int64) * (1024 // element.primitive_bitwidth)
 
 
 @triton.jit

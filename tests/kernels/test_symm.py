@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import triton
 import triton.language as tl
 
 from ep_moe.kernels import symm, symm_back, window
@@ -100,6 +101,19 @@ def test_the_parts_of_a_window():
         assert parts.gates >= parts.ids + ranks * MOST * 3 * 4
         assert parts.total >= parts.gates + ranks * MOST * 3 * 4
         assert not any(start % 128 for start in parts)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _distance(out, blocks):
+    start = out.to(tl.int64)
+    tl.store(out, window.typed(start, blocks, out).to(tl.int64) - start)
+
+
+def test_parts_of_a_large_window(device):
+    """8 ranks of 65536 rows of 8192 numbers have their ids 8 GiB from its start."""
+    out = torch.zeros(1, dtype=torch.int64, device=device)
+    _distance[(1,)](out, 2**27 + 3)
+    assert out.item() == (2**27 + 3) * 128
 
 
 def test_what_a_dispatch_sends_and_remembers(device):
