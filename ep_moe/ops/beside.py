@@ -16,12 +16,15 @@ def beside(device: torch.device) -> Iterator[Callable[[], None]]:
     if device.type != "cuda":
         yield lambda: None
         return
-    here, second = torch.cuda.current_stream(device), _second_stream(device)
+    here = torch.cuda.current_stream(device)
+    second = _second_stream(here)
     second.wait_stream(here)
     with torch.cuda.stream(second):
         yield lambda: here.wait_stream(second)
 
 
 @functools.cache  # always the same: memory that one stream gave back serves no other
-def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _second_stream(here: torch.cuda.Stream) -> torch.cuda.Stream:
+    """Its own for each: a result that is read here and freed is written again after what `here`
+    launched, not after what other streams did."""
+    return torch.cuda.Stream(here.device)
