@@ -224,6 +224,24 @@ def test_a_sum_waits_for_its_last_row_alone(device, monkeypatch):
     assert {len(numbers) for numbers in awaited} == {4}  # two programs of two peers
 
 
+def test_a_late_rank_is_waited_for_once(device, monkeypatch):
+    """However many blocks of tokens a program sums up. The next one knows already."""
+    if device.type == "cuda":
+        pytest.skip("a compiled kernel waits unseen")
+    patiences = []
+
+    def spy(flags, value, wanted, peer, now, patience, *args):
+        patiences.append(int(patience.handle.data.item()))
+        return wait(flags, value, wanted, peer, now, patience, *args)
+
+    wait = symm_back.wait
+    monkeypatch.setattr(symm_back, "wait", spy)
+    monkeypatch.setattr(window, "BYTES", 4 * 8 * 4)
+    rank = Rank0(device, come=ALL, sent=-1)  # all have begun
+    symm_back.combine(torch.ones(W * MOST, H), rank.order(7), rank.link._replace(programs=3))
+    assert patiences == [200_000, 200_000, 0, 0, 0, 0, 0]
+
+
 def test_a_group_is_told_of_when_it_is_there(device, monkeypatch):
     """The same seven rows: what stands at a peer whenever it is told."""
     if device.type == "cuda":
