@@ -76,10 +76,11 @@ class Rank0:
         rows = self.windows[rank][self.layout.rows : self.layout.ids]
         return rows.view(torch.float32)[: W * MOST * H].view(W, MOST, H)
 
-    def order(self, tokens=2):
-        """Of tokens that go everywhere."""
+    def order(self, tokens=2, *, arrived=None):
+        """Of tokens that go everywhere, and as many rows from each rank, or `arrived`."""
         places = [r * MOST + t for t in range(tokens) for r in ALL]
-        words = [tokens] * 2 * W + places + [*range(tokens)] * W
+        arrived = tokens if arrived is None else arrived
+        words = [tokens] * W + [arrived] * W + places + [*range(tokens)] * W
         words = torch.tensor(words, dtype=torch.int32, device=self.device)
         return window.Order(words, tokens)
 
@@ -219,7 +220,8 @@ def test_a_sum_waits_for_its_last_row_alone(device, monkeypatch):
     monkeypatch.setattr(symm_back, "AT_LEAST", tl.constexpr(1))
     monkeypatch.setattr(window, "BYTES", 4 * 8 * 4)
     rank, rows = Rank0(device, come=ALL), torch.ones(W * MOST, H)
-    symm_back.combine(rows, rank.order(7), rank.link._replace(programs=4))
+    order = rank.order(7, arrived=0)  # it sends none back, and gets seven
+    symm_back.combine(rows, order, rank.link._replace(programs=4))
     assert [set(numbers - GROUPS) for numbers in awaited] == [{0}, {2}, {7}, {1}, {3}, {7}]
     assert {len(numbers) for numbers in awaited} == {4}  # two programs of two peers
 
@@ -256,7 +258,9 @@ def test_a_group_is_told_of_when_it_is_there(device, monkeypatch):
 
     monkeypatch.setattr(symm_back, "release", spy)
     monkeypatch.setattr(symm_back, "AT_LEAST", tl.constexpr(1))
-    symm_back.combine(rows, rank.order(7), rank.link._replace(programs=4))
+    order = rank.order(7)
+    order.words[:W] = 1  # it gets them back, and sends seven
+    symm_back.combine(rows, order, rank.link._replace(programs=4))
     steps = [(0, 1), (1, 2), (2, 3), (7, 4), (0, 5), (1, 6), (2, 7), (7, 7)]
     before = [0, *(n for _, n in steps)]
     expected = [
