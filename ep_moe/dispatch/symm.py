@@ -47,8 +47,8 @@ class Window:
 
     peers    (W+1,) int64: addresses of the windows and of `seen`
     epochs   (MOST_PROGRAMS,) int32
-    failure  (3,) int32: what, the peer, the move; 0 = nothing
-    seen     the same on the host, where the device writes it
+    failure  (4,) int32: what, the peer, the move, 1; all 0 = nothing
+    seen     (3,) int32: the same on the host, where the device writes it
     captured by a CUDA graph, which goes on using it
     kept     the one that was captured before it
     """
@@ -81,7 +81,7 @@ class Window:
             torch.cuda.synchronize(device)
         ep.peers.gather(0, "the windows, set to zero")
         if before is None:
-            failure = torch.zeros(3, dtype=torch.int32, device=device)
+            failure = torch.zeros(4, dtype=torch.int32, device=device)
             seen = torch.zeros(3, dtype=torch.int32, pin_memory=device.type == "cuda")
             kept = None
         else:

@@ -17,3 +17,9 @@ def architecture(device: torch.device) -> str:
     if torch.version.hip:
         return properties.gcnArchName.partition(":")[0]
     return f"sm_{properties.major}{properties.minor}"
+
+
+def registers(most: int) -> dict[str, int]:
+    """A launch option for NVIDIA, whose compiler would rather spill than keep a second program from
+    a multiprocessor."""
+    return {} if torch.version.hip else {"maxnreg": most}

@@ -44,23 +44,35 @@ def wait(flags, value, wanted, peer, now, patience, failure, seen, WHAT: tl.cons
     spins = tl.cast(0, tl.int32)
     began = _now(spins)
     late = _late(flags, value, wanted)
-    while (tl.max(late) > 0) & (_now(spins) - began < patience):
+    state = _agreed(tl.max(late))
+    while state == 1:  # late, and there is time
         late = _late(flags, value, wanted)
         spins += 1
-    come = tl.max(late) == 0
-    if (patience > 0) & (tl.max(late) > 0):
-        who = tl.max(tl.where(late > 0, peer, 0))
-        _blame(failure, who, now, WHAT)
-        _blame(words(seen), who, now, WHAT)
+        in_time = _now(spins) - began < patience
+        state = _agreed(tl.max(late) * tl.where(in_time, 1, 2))
+    if (patience > 0) & (state > 0):
+        _blame(failure, words(seen), tl.max(tl.where(late > 0, peer, 0)), now, WHAT)
     tl.debug_barrier()
-    return come
+    return state == 0
 
 
 @triton.jit
-def _blame(failure, who, now, WHAT: tl.constexpr):
-    tl.store(failure + 1, who)
-    tl.store(failure + 2, now)
-    release(failure.to(tl.int64), WHAT)
+def _agreed(state):
+    """The largest that a thread of the program has: each reads flags and clock for itself, and they
+    must leave a wait together. A block of as many numbers is spread over all threads."""
+    return tl.max(state + tl.zeros([512], tl.int32))
+
+
+@triton.jit
+def _blame(failure, seen, who, now, WHAT: tl.constexpr):
+    """The first of all programs to wait in vain says so, in the same words in both places."""
+    if tl.atomic_cas(failure + 3, 0, 1) == 0:
+        tl.store(seen + 1, who)
+        tl.store(seen + 2, now)
+        release(seen.to(tl.int64), WHAT)
+        tl.store(failure + 1, who)
+        tl.store(failure + 2, now)
+        release(failure.to(tl.int64), WHAT)
 
 
 @triton.jit

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ep_moe.kernels.device import registers
 from ep_moe.kernels.flags import GROUPS, release, words
 from ep_moe.kernels.window import (
     SLOTS,
@@ -83,6 +84,7 @@ def dispatch(
         **tile_sizes(ranks, width, x.element_size()),
         LANES=lanes,
         num_warps=16,
+        **registers(128),
         sanitize_overflow=False,
     )
     return Order(order, tokens), local_ids, arrived
@@ -98,6 +100,7 @@ def replay(x: Tensor, order: Order, link: Link) -> None:
         **tile_sizes(link.ranks, x.shape[1], x.element_size()),
         LANES=lanes,
         num_warps=16,
+        **registers(128),
     )
 
 

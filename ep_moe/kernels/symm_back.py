@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ep_moe.kernels.device import registers
 from ep_moe.kernels.flags import GROUPS, release, wait
 from ep_moe.kernels.window import (
     ARRIVAL,
@@ -51,6 +52,7 @@ def combine(rows: Tensor, order: Order, link: Link) -> Tensor:
         SUMMERS=summers,
         SUMMED=max(sizes["ROWS"] // 2, 1),
         num_warps=16,
+        **registers(128),
     )
     if summed < tokens:
         columns = min(2048, triton.next_power_of_2(rows.shape[1]))

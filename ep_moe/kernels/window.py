@@ -19,7 +19,7 @@ class Link(NamedTuple):
 
     peers    (W+1,) int64: addresses of the ranks' windows, and of where the host looks for failures
     epochs   (SLOTS,) int32: moves of each program
-    failure  (3,) int32: what failed, waiting for whom, in which move; 0 = nothing
+    failure  (4,) int32: what failed, waiting for whom, in which move, 1; all 0 = nothing
     """
 
     peers: Tensor

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
@@ -27,6 +28,7 @@ class StandIn:
         self.target, self.utils = target, self
         self.built: list[dict[str, Any]] = []
         triton.runtime.driver.set_active(self)
+        torch.version.hip = "a stand-in" if TARGETS[target].backend == "hip" else None
 
     def take(self) -> list[dict[str, Any]]:
         """What was built since the last call: each kernel's name and what it needs of the GPU."""

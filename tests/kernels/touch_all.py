@@ -91,7 +91,7 @@ def moves(tokens: int, h: int, num: int, top_k: int, dtype: torch.dtype, device)
     layout = window.layout(1, most, h * x.element_size(), top_k, 4)
     memory = torch.zeros(layout.total, dtype=torch.uint8, device=device)
     epochs, failure, seen = (
-        torch.zeros(n, dtype=torch.int32, device=device) for n in (window.SLOTS.value, 3, 3)
+        torch.zeros(n, dtype=torch.int32, device=device) for n in (window.SLOTS.value, 4, 3)
     )
     peers = torch.tensor([memory.data_ptr(), seen.data_ptr()], device=device)
     link = window.Link(peers, epochs, failure, 0, most, programs=16, timeout_ns=10**9)
