@@ -24,7 +24,7 @@ from ep_moe.replay import in_backward
 from ep_moe.types import Routing
 
 if TYPE_CHECKING:  # Triton is imported where it is used
-    from ep_moe.kernels.window import Link, Order
+    from ep_moe.kernels.window import Link
 
 PROGRAMS, MOST_PROGRAMS = 16, 128  # multiprocessors that a move takes
 
@@ -32,12 +32,12 @@ PROGRAMS, MOST_PROGRAMS = 16, 128  # multiprocessors that a move takes
 @dataclass(frozen=True, eq=False)
 class SymmPlan:
     """local_ids  (A,K) int32 of W * max_tokens_per_rank rows, -1 where none arrived.
-    order      which rows this rank sends and gets.
+    order      which rows this rank sends and gets, a `kernels.window.Order`.
     max_packed choices that may live here.
     """
 
     local_ids: Tensor
-    order: "Order"
+    order: Any
     max_packed: int
 
 
