@@ -47,7 +47,7 @@ def hidden_backward(
     activation: str,
 ) -> None:
     """d_out (A or S,H), weight (E,H,I), pre (S,2,I) -> d_pre (S,2,I), weighted_h (S,1,I) and d_gate
-    (blocks,S) fp32."""
+    (blocks,S) fp32. There are STAGES stages, whatever the tile has."""
     experts, depth, columns = weight.shape
     m, n, k = tile.block_m, tile.block_n, tile.block_k
     _hidden_backward[(programs(tile, 1 << 30, pre.device),)](
