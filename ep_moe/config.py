@@ -168,6 +168,8 @@ class MoEConfig(SelectionConfig):
         shared_intermediate_size: width of that MLP; by default num_shared_experts times
             intermediate_size
         shared_expert_gate: multiply the shared experts' output by a learned sigmoid per token
+        shared_expert_overlap: on GPUs of more than one rank the shared experts are computed while
+            rows travel
         activation: between the two matrices of an expert; swiglu_clamped is GPT-OSS's; relu2 has no
             gate half
         gate_on: the gate weight multiplies the expert's output, or its input (Llama-4)
@@ -201,6 +203,7 @@ class MoEConfig(SelectionConfig):
     num_shared_experts: int = 0
     shared_intermediate_size: int | None = None
     shared_expert_gate: bool = False
+    shared_expert_overlap: bool = True
     activation: Literal["swiglu", "geglu", "relu2", "swiglu_clamped"] = "swiglu"
     gate_on: Literal["output", "input"] = "output"
     mlp_bias: bool = False

@@ -203,7 +203,8 @@ def _gradients(ctx: Any, d_out: Tensor) -> list[Tensor | None]:
         numerics=numerics,
     )
     gate = ops.gate_of_packed(gates, packed) if needs_b_down or not on_output else None
-    with ops.beside(d_out.device) as join:
+    second = ops.SecondStream(d_out.device)
+    with second.launch():
         if needs_down:
             d_w_down = ops.grouped_gemm_wgrad(
                 d_out,
@@ -247,5 +248,5 @@ def _gradients(ctx: Any, d_out: Tensor) -> list[Tensor | None]:
                 d_gates = ops.of_choice(d_gate, packed)
     if d_gates is not None:
         d_gates = d_gates.to(gates.dtype) if needs_gates else None
-    join()
+    second.join()
     return [d_rows, d_gates, d_w_gate_up, d_w_down, d_b_gate_up, d_b_down]

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ep_moe import check, ops
 from ep_moe.config import MoEConfig
-from ep_moe.dispatch import Transport, combine, dispatch, make_transport
+from ep_moe.dispatch import Transport, combine, dispatch, dispatch_beside, make_transport
 from ep_moe.errors import BackendUnavailable, ConfigError, InputError
 from ep_moe.exact import split_slots, sum_slots
 from ep_moe.experts import Experts, SharedExperts
@@ -91,11 +92,47 @@ class MoELayer(nn.Module):
         with torch.profiler.record_function("ep_moe.route"):
             length = x.shape[-2] if x.ndim > 2 else None
             routing, stats = self.router(x_TH, mask_T, sequence_length=length)
-        y_TH = _moe(x_TH, routing, self.experts, self.transport)
-        if self.shared_experts is not None:
-            with torch.profiler.record_function("ep_moe.shared"):
-                y_TH = y_TH + self.shared_experts(x_TH)
+        shared = None if self.shared_experts is None else partial(self._shared, x_TH)
+        y_TH = _moe(x_TH, routing, self.experts, self.transport, shared)
         return y_TH.view(x.shape), stats
+
+    def _shared(self, x_TH: Tensor) -> Tensor:
+        with torch.profiler.record_function("ep_moe.shared"):
+            return cast(SharedExperts, self.shared_experts)(x_TH)
+
+    def warmup(self, *tokens: int, backward: bool = True) -> None:
+        """Compile and allocate what calls with these numbers of tokens need, so that a CUDA graph
+        of them can be captured next; without backward, what inference needs. Every rank of `ep`
+        comes here alike. Parameters, gradients, counts and random numbers stay as they are.
+
+        Raises BackendUnavailable inside a capture.
+        """
+        weight = self.experts.w_gate_up
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise BackendUnavailable(
+                "layer.warmup() compiles and allocates, which the capture of a CUDA graph cannot "
+                "hold: call it before"
+            )
+        counted = self.router.tokens_since_step
+        with torch.random.fork_rng([weight.device] if weight.is_cuda else []):
+            for number in tokens:
+                x = torch.randn(number, self.config.hidden_size).to(weight)
+                self._call(x, backward=backward)
+        self.router.tokens_since_step = counted
+
+    def _call(self, x: Tensor, *, backward: bool) -> None:
+        with torch.no_grad():
+            self.forward(x)
+        if not backward:
+            return
+        with torch.inference_mode(False), torch.enable_grad():
+            leaves = [x.clone().requires_grad_(), *self.parameters()]
+            y, stats = self.forward(leaves[0])
+            results = [y, stats.aux_loss, stats.z_loss]
+            results = [result for result in results if result.requires_grad]
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            ones = [torch.ones_like(result) for result in results]
+            torch.autograd.grad(results, wanted, ones, allow_unused=True)
 
     def _refuse_ddp_on_experts(self) -> None:
         """Once per wrapper: walking all parameters in each call would cost more than it."""
@@ -150,7 +187,14 @@ def moe(x: Tensor, routing: Routing, experts: Experts, transport: Transport) -> 
         return _moe(x, routing, experts, transport)
 
 
-def _moe(x: Tensor, routing: Routing, experts: Experts, transport: Transport) -> Tensor:
+def _moe(
+    x: Tensor,
+    routing: Routing,
+    experts: Experts,
+    transport: Transport,
+    shared: Callable[[], Tensor] | None = None,
+) -> Tensor:
+    """shared: gives more of y, and rows may travel while it does."""
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         _require_graphable(x, transport)
     if torch.is_autocast_enabled(x.device.type):
@@ -160,12 +204,19 @@ def _moe(x: Tensor, routing: Routing, experts: Experts, transport: Transport) ->
             f"{experts.w_gate_up.dtype}, as the expert parameters: cast x, or the layer with .to()"
         )
         raise InputError("x", x.dtype, rule)
-    if experts.config.numerics == "exact":
-        gate_on = experts.config.gate_on
-        x_NH, slot_routing = split_slots(x, routing, gate_on=gate_on)
-        y_NH = _exchange(x_NH, slot_routing, experts, transport)
-        return sum_slots(y_NH, routing, gate_on=gate_on)
-    return _exchange(x, routing, experts, transport)
+    exact, gate_on = experts.config.numerics == "exact", experts.config.gate_on
+    sent, sent_routing = split_slots(x, routing, gate_on=gate_on) if exact else (x, routing)
+    to = (sent, sent_routing, experts.config.num_experts, transport)
+    if shared is None:
+        arrived, shared_y = dispatch(*to), None
+    elif experts.config.shared_expert_overlap and transport.caps.max_ranks != 1:
+        arrived, shared_y = dispatch_beside(*to, shared)
+    else:
+        arrived, shared_y = dispatch(*to), shared()
+    y = combine(experts(arrived), arrived.plan, transport)
+    if exact:
+        y = sum_slots(y, routing, gate_on=gate_on)
+    return y if shared_y is None else y + shared_y
 
 
 def _require_graphable(x: Tensor, transport: Transport) -> None:
@@ -176,8 +227,3 @@ def _require_graphable(x: Tensor, transport: Transport) -> None:
         f"with {what} an ep_moe layer cannot be captured in a CUDA graph: it reads sizes on the "
         "host. Capture the parts around it, or a layer on one rank in bfloat16, float16 or float32"
     )
-
-
-def _exchange(x: Tensor, routing: Routing, experts: Experts, transport: Transport) -> Tensor:
-    arrived = dispatch(x, routing, experts.config.num_experts, transport)
-    return combine(experts(arrived), arrived.plan, transport)

@@ -6,7 +6,7 @@ A new transport is a file here and its line in TRANSPORTS.
 import logging
 from functools import lru_cache
 
-from ep_moe.dispatch.autograd import combine, dispatch
+from ep_moe.dispatch.autograd import combine, dispatch, dispatch_beside
 from ep_moe.dispatch.collective import CollectiveTransport
 from ep_moe.dispatch.local import LocalTransport
 from ep_moe.dispatch.protocol import Caps, Transport
@@ -20,7 +20,15 @@ TRANSPORTS = {
 
 log = logging.getLogger("ep_moe")
 
-__all__ = ["TRANSPORTS", "Caps", "Transport", "combine", "dispatch", "make_transport"]
+__all__ = [
+    "TRANSPORTS",
+    "Caps",
+    "Transport",
+    "combine",
+    "dispatch",
+    "dispatch_beside",
+    "make_transport",
+]
 
 
 def make_transport(

@@ -5,7 +5,9 @@ own: a non-reentrant checkpoint stops recomputing at the last saved tensor, and 
 different places pair up different collectives.
 """
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,14 +16,79 @@ from torch.autograd.function import once_differentiable
 from ep_moe import check
 from ep_moe.dispatch.protocol import Plan, Sent, Transport
 from ep_moe.errors import RecomputationMismatch
+from ep_moe.ops import SecondStream
 from ep_moe.replay import once
 from ep_moe.types import Arrived, Routing
+
+T = TypeVar("T")
 
 
 def dispatch(x: Tensor, routing: Routing, num_experts: int, transport: Transport) -> Arrived:
     """Send each row of x (T,H) to every rank that has one of its experts. With autograd off the
     arrived rows may be overwritten by the next dispatch or combine of the group (`keep` of
     `Transport.dispatch`)."""
+    return _dispatch(x, routing, num_experts, transport, None)
+
+
+def dispatch_beside(
+    x: Tensor, routing: Routing, num_experts: int, transport: Transport, work: Callable[[], T]
+) -> tuple[Arrived, T]:
+    """`dispatch`, and what `work` returns. On a GPU the rows travel on a second stream while `work`
+    runs, and in the backward their gradients travel back while that of `work` runs. `work` is
+    launched first: a dispatch that makes the host wait does not keep it from the device."""
+    trip = _Trip(x.device)
+    try:
+        outside = _Depart.apply(x, routing.gate_weights, trip)
+        done = work()
+        routing = Routing(routing.ids, outside[1])
+        return _dispatch(outside[0], routing, num_experts, transport, trip), done
+    finally:  # the early stop of a checkpoint's recomputation, too, leaves by an exception
+        trip.out.join()
+
+
+class _Trip:
+    """Of rows out and of their gradients back, each on a second stream.
+
+    out   of the forward.
+    back  of the backward, from the gradient of `_Dispatch` to that of `_Depart`.
+    read  what is read on the way back: freed sooner, it could be written by other work here.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.out = SecondStream(device)
+        self.back: SecondStream | None = None
+        self.read: tuple[Tensor, ...] = ()
+
+    def send_back(self, *read: Tensor) -> AbstractContextManager[object]:
+        self.back, self.read = SecondStream(read[0].device), read
+        return self.back.launch()
+
+    def end(self) -> None:
+        if self.back is not None:
+            self.back.join()
+        self.back, self.read = None, ()
+
+
+class _Depart(torch.autograd.Function):
+    """Hands x and gates on to `_Dispatch`, and their gradients on when they are there. It comes
+    before the nodes of the work beside the trip: autograd runs those first, while gradients travel.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gates: Tensor, trip: _Trip) -> tuple[Tensor, Tensor]:
+        ctx.trip = trip
+        return x.detach(), gates.detach()  # second handles, as `ep_moe.dispatch.local` has
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_x: Tensor, d_gates: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.trip.end()
+        return d_x, d_gates, None
+
+
+def _dispatch(
+    x: Tensor, routing: Routing, num_experts: int, transport: Transport, trip: _Trip | None
+) -> Arrived:
     if check.wanted():
         routing.validate(len(x), num_experts)
     with torch.profiler.record_function("ep_moe.dispatch"):
@@ -32,6 +99,7 @@ def dispatch(x: Tensor, routing: Routing, num_experts: int, transport: Transport
             num_experts,
             transport,
             torch.is_grad_enabled(),  # the experts' backward reads rows again
+            trip,
         )
     return Arrived(rows, gates, plan.local_ids, plan, plan.max_packed)
 
@@ -52,6 +120,7 @@ class _Dispatch(torch.autograd.Function):
         num_experts: int,
         transport: Transport,
         keep: bool,
+        trip: _Trip | None,
     ) -> tuple[Tensor, Tensor, Plan]:
         sent: Sent | None = None
 
@@ -60,11 +129,12 @@ class _Dispatch(torch.autograd.Function):
             sent = transport.dispatch(x, Routing(ids, gate_weights), num_experts, keep=keep)
             return sent.plan
 
-        plan = once(learn)
-        if sent is None:  # a recomputation that was given the plan: no exchange of counts or ids
-            gates = transport.replay_gates(plan, gate_weights)
-            sent = Sent(plan, transport.replay(plan, x, keep=keep), gates)
-        ctx.plan, ctx.transport = plan, transport
+        with nullcontext() if trip is None else trip.out.launch():
+            plan = once(learn)
+            if sent is None:  # a recomputation that was given the plan: no counts, no ids
+                gates = transport.replay_gates(plan, gate_weights)
+                sent = Sent(plan, transport.replay(plan, x, keep=keep), gates)
+        ctx.plan, ctx.transport, ctx.trip = plan, transport, trip
         # On one rank the experts work on x and the gates themselves, on more they work on copies.
         # Kept here at any number of ranks, so that changing them in place between forward and
         # backward is torch's own error everywhere.
@@ -80,11 +150,17 @@ class _Dispatch(torch.autograd.Function):
         _check_recomputed(ids, ctx.ids, ctx.version)
         # Both moves, whatever needs a gradient here: an idle rank's x may need none where the
         # others' does, and all must meet.
-        with torch.profiler.record_function("ep_moe.dispatch_backward"):
+        trip = ctx.trip
+        with (
+            torch.profiler.record_function("ep_moe.dispatch_backward"),
+            nullcontext() if trip is None else trip.send_back(d_rows, d_gates),
+        ):
             d_x = ctx.transport.combine(ctx.plan, d_rows)
             d_gate = ctx.transport.combine_gates(ctx.plan, d_gates)
+        if trip is not None and torch.is_anomaly_enabled():
+            trip.end()  # it looks for NaN between nodes
         needs_x, needs_gates, *_rest = ctx.needs_input_grad
-        return d_x if needs_x else None, d_gate if needs_gates else None, *[None] * 4
+        return d_x if needs_x else None, d_gate if needs_gates else None, *[None] * 5
 
 
 class _Combine(torch.autograd.Function):

@@ -260,7 +260,7 @@ class SymmTransport:
             if _capturing():
                 raise BackendUnavailable(
                     "transport = 'symm' cannot make its buffers while a CUDA graph is captured: "
-                    "run the layer once before, forward and backward"
+                    "call layer.warmup(tokens) before"
                 )
             window = shared[self.name] = Window.make(self.ep, size, rows.device, window)
         return window

@@ -5,7 +5,6 @@ may cross them. All accumulate in fp32, or fp64 when the input is fp64, and roun
 """
 
 from ep_moe.ops.activation import ACTIVATIONS, Activation
-from ep_moe.ops.beside import beside
 from ep_moe.ops.gather import gather
 from ep_moe.ops.grouped_gemm import (
     grouped_bias_grad,
@@ -39,6 +38,7 @@ from ep_moe.ops.numerics import (
 )
 from ep_moe.ops.pack import count, pack
 from ep_moe.ops.router_logits import router_logits, router_logits_backward
+from ep_moe.ops.second_stream import SecondStream
 from ep_moe.ops.select import (
     SCORING,
     Selected,
@@ -60,9 +60,9 @@ __all__ = [
     "Hidden",
     "HiddenGrads",
     "Numerics",
+    "SecondStream",
     "Selected",
     "SendOrder",
-    "beside",
     "count",
     "dense_probabilities",
     "gate_of_packed",

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ep_moe.ops import beside
+from ep_moe.ops import SecondStream
 
 
 def test_each_stream_has_a_second_of_its_own(monkeypatch):
@@ -27,14 +27,15 @@ def test_each_stream_has_a_second_of_its_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", entered)
-    device, seconds = torch.device("cuda", 0), []
-    one, other = Stream(device), Stream(device)
+    gpu, seconds = torch.device("cuda", 0), []
+    one, other = Stream(gpu), Stream(gpu)
     for here in (one, other, one):
         events.clear()
         current.append(here)
-        with beside(device) as join:
+        place = SecondStream(gpu)
+        with place.launch():
             pass
-        join()
+        place.join()
         second = events[1][0]
         seconds.append(second)
         assert events == [

@@ -1,0 +1,36 @@
+"""Work that need not wait for other work, on a second stream: products whose last tiles leave
+multiprocessors idle, rows that travel."""
+
+import functools
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+
+class SecondStream:
+    """Marks a place in the present stream of a GPU. What is launched inside `launch()` comes after
+    all that was launched before that place, and may run beside what is launched after it, until
+    `join`. That has to be called, whatever happens, before anything reads a result or frees what
+    was launched inside reads. On a CPU nothing is beside anything.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.here = self.second = None
+        if device.type == "cuda":
+            self.here = torch.cuda.current_stream(device)
+            self.second = _second_of(self.here)
+            self.second.wait_stream(self.here)
+
+    def launch(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.second is None else torch.cuda.stream(self.second)
+
+    def join(self) -> None:
+        if self.here is not None and self.second is not None:
+            self.here.wait_stream(self.second)
+
+
+@functools.cache  # always the same: memory that one stream gave back serves no other
+def _second_of(here: torch.cuda.Stream) -> torch.cuda.Stream:
+    """Its own for each: a result that is read here and freed is written again after what `here`
+    launched, not after what other streams did."""
+    return torch.cuda.Stream(here.device)
