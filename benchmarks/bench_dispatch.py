@@ -249,12 +249,13 @@ class Bench:
         others = [(ep.rank + step) % ep.size for step in range(1, ep.size)]
         targets = [handle.get_buffer(r, (each,), torch.uint8, ep.rank * each) for r in others]
 
-        def copy(source: Tensor) -> None:
+        def copy(source: Tensor, _: Tensor) -> None:
             for target in targets:
                 target.copy_(source)
 
         sources = [torch.zeros(each, dtype=torch.uint8, device=device) for _ in range(sets)]
-        return {f"{CEILING}: peer copy": Implementation([partial(copy, x) for x in sources], True)}
+        calls = [partial(copy, source, memory) for source in sources]  # peers write to it
+        return {f"{CEILING}: peer copy": Implementation(calls, True)}
 
     def record(
         self, case: Mapping[str, Any], implementations: Mapping[str, Implementation], moved: float

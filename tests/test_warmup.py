@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ep_moe import BackendUnavailable, MoEConfig, MoELayer, balance_hook
 from ep_moe.testing import run_ranks
-from tests.dispatch.test_symm import ON_ONE_GPU
+from tests.dispatch.windows import ON_GPUS
 from tests.test_layer import small_config
 
 
@@ -103,5 +103,5 @@ def captured_at_once(rank):
 
 @pytest.mark.gpu
 def test_a_graph_can_be_captured_next(require_gpu):
-    ranks = run_ranks(captured_at_once, 2, timeout=240.0, environ=ON_ONE_GPU)
+    ranks = run_ranks(captured_at_once, 2, **ON_GPUS["symm"])
     assert all(all(same) for same in ranks)

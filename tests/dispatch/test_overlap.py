@@ -16,7 +16,7 @@ from ep_moe import MoEConfig, MoELayer, Routing
 from ep_moe.dispatch import dispatch_beside
 from ep_moe.testing import run_ranks
 from tests.dispatch.ep_cases import config
-from tests.dispatch.test_symm import ON_ONE_GPU
+from tests.dispatch.windows import ON_GPUS
 
 WITH_SHARED = config(num_shared_experts=1)
 
@@ -172,6 +172,5 @@ def test_the_same_bits_as_one_after_the_other():
 @pytest.mark.parametrize("transport", ["collective", "symm"])
 def test_nothing_is_read_before_it_is_there(transport, require_gpu):
     """Each move begins 10 ms late."""
-    how = {"backend": "nccl"} if transport == "collective" else {"environ": ON_ONE_GPU}
-    ranks = run_ranks(steps, 2, "cuda", transport, 20_000_000, timeout=240.0, **how)
+    ranks = run_ranks(steps, 2, "cuda", transport, 20_000_000, **ON_GPUS[transport])
     assert all(all(same) for same in ranks)

@@ -25,14 +25,10 @@ from ep_moe.kernels.window import ARRIVAL, SLOTS, layout
 from ep_moe.testing import run_ranks
 from tests.dispatch.ep_cases import compare, expert_parallel, one_process
 from tests.dispatch.test_expert_parallel import CASES
-from tests.dispatch.test_transports import SHARES, check_moves, moves, rank_moves
-from tests.dispatch.windows import needs_interpreter, share_files
+from tests.dispatch.test_transports import check_moves, moves
+from tests.dispatch.windows import ON_GPUS, needs_interpreter, share_files
 
 MOST = 40  # tokens of a rank
-ON_ONE_GPU = {
-    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-}
 
 
 def over_windows(case):
@@ -62,20 +58,9 @@ def test_layers_equal_one_process(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_moves_on_gpu(world_size, require_gpu):
-    """Where there are fewer GPUs than ranks, ranks share them."""
-    how = {"timeout": 240.0, "environ": ON_ONE_GPU}
-    ranks = run_ranks(rank_moves, world_size, "symm", world_size, None, "cuda", **how)
-    for shares, choice in ranks[0]:
-        tokens = SHARES[shares][:world_size]
-        check_moves("symm", tokens, choice, [got[shares, choice] for got in ranks])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("world_size", [2, 4])
 def test_layers_equal_one_process_on_gpu(world_size, require_gpu):
     names = [name for name, case in CASES.items() if case.world_size == world_size]
-    check_layers(world_size, names, None, "cuda", timeout=240.0, environ=ON_ONE_GPU)
+    check_layers(world_size, names, None, "cuda", **ON_GPUS["symm"])
 
 
 def many_tokens(rank, world_size, most, folder, device):
@@ -113,7 +98,7 @@ def test_many_tokens(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_many_tokens_on_gpu(world_size, require_gpu):
-    how = {"timeout": 240.0, "environ": ON_ONE_GPU}
+    how = ON_GPUS["symm"]
     ranks = run_ranks(many_tokens, world_size, world_size, 3000, None, "cuda", **how)
     assert ranks == [[True] * 8] * world_size
 
@@ -172,7 +157,7 @@ def captured_steps(rank):
 
 @pytest.mark.gpu
 def test_a_graph_equals_eager(require_gpu):
-    ranks = run_ranks(captured_steps, 2, timeout=240.0, environ=ON_ONE_GPU)
+    ranks = run_ranks(captured_steps, 2, **ON_GPUS["symm"])
     assert all(all(same) for same in ranks)
 
 

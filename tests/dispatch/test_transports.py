@@ -10,7 +10,7 @@ from torch import Tensor
 from ep_moe import ConfigError, ExpertParallel, Routing, make_transport
 from ep_moe.dispatch import TRANSPORTS
 from ep_moe.testing import assert_close, run_ranks
-from tests.dispatch.windows import needs_interpreter, share_files
+from tests.dispatch.windows import ON_GPUS, needs_interpreter, share_files
 
 E, K, H = 24, 3, 5
 SHARES = {  # tokens of each rank
@@ -108,9 +108,22 @@ def test_moves(name, world_size, tmp_path):
     most = TRANSPORTS[name].caps.max_ranks or world_size
     if world_size > most:
         pytest.skip(f"caps of {name}: it serves {most} ranks at most, not {world_size}")
-    ranks = run_ranks(rank_moves, world_size, name, world_size, str(tmp_path), timeout=240.0)
+    check_cells(
+        name, run_ranks(rank_moves, world_size, name, world_size, str(tmp_path), timeout=240.0)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_moves_on_gpus(name, world_size, require_gpu):
+    how = ON_GPUS[name]
+    check_cells(name, run_ranks(rank_moves, world_size, name, world_size, None, "cuda", **how))
+
+
+def check_cells(name, ranks):
     for shares, choice in ranks[0]:
-        tokens = SHARES[shares][:world_size]
+        tokens = SHARES[shares][: len(ranks)]
         check_moves(name, tokens, choice, [got[shares, choice] for got in ranks])
 
 

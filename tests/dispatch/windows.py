@@ -10,6 +10,18 @@ import triton.language as tl
 from ep_moe.dispatch import symm
 from ep_moe.kernels import symm_back, window
 
+# How ranks are run with tensors on GPUs, which they share where there are fewer of them.
+ON_GPUS = {
+    "collective": {"backend": "nccl", "timeout": 240.0},
+    "symm": {
+        "timeout": 240.0,
+        "environ": {
+            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+            "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        },
+    },
+}
+
 needs_interpreter = pytest.mark.skipif(
     torch.cuda.is_available(), reason="with a GPU kernels are compiled, and files are not for those"
 )
