@@ -168,8 +168,8 @@ class MoEConfig(SelectionConfig):
         shared_intermediate_size: width of that MLP; by default num_shared_experts times
             intermediate_size
         shared_expert_gate: multiply the shared experts' output by a learned sigmoid per token
-        shared_expert_overlap: on GPUs of more than one rank the shared experts are computed while
-            rows travel
+        shared_expert_overlap: with transports of more than one rank the shared experts are computed
+            while rows travel; turn it off where PYTORCH_CUDA_ALLOC_CONF has expandable_segments
         activation: between the two matrices of an expert; swiglu_clamped is GPT-OSS's; relu2 has no
             gate half
         gate_on: the gate weight multiplies the expert's output, or its input (Llama-4)

@@ -1,5 +1,6 @@
 """The layer: route, dispatch, experts, combine."""
 
+import contextvars
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -102,8 +103,10 @@ class MoELayer(nn.Module):
 
     def warmup(self, *tokens: int, backward: bool = True) -> None:
         """Compile and allocate what calls with these numbers of tokens need, so that a CUDA graph
-        of them can be captured next; without backward, what inference needs. Every rank of `ep`
-        comes here alike. Parameters, gradients, counts and random numbers stay as they are.
+        of them can be captured next; without backward, what inference needs. Call it under the
+        autocast of the capture, on every rank of `ep` and `balance_over` alike, and before FSDP
+        wraps the layer. Parameters, gradients, counts, records of routing and random numbers stay
+        as they are; hooks of parameters and of parts of the layer run.
 
         Raises BackendUnavailable inside a capture.
         """
@@ -114,11 +117,14 @@ class MoELayer(nn.Module):
                 "hold: call it before"
             )
         counted = self.router.tokens_since_step
-        with torch.random.fork_rng([weight.device] if weight.is_cuda else []):
-            for number in tokens:
-                x = torch.randn(number, self.config.hidden_size).to(weight)
-                self._call(x, backward=backward)
-        self.router.tokens_since_step = counted
+        call = partial(contextvars.Context().run, self._call)  # no tape, no record of routing
+        try:
+            with torch.random.fork_rng([weight.device] if weight.is_cuda else []):
+                for number in tokens:
+                    x = torch.randn(number, self.config.hidden_size).to(weight)
+                    call(x, backward=backward)
+        finally:
+            self.router.tokens_since_step = counted
 
     def _call(self, x: Tensor, *, backward: bool) -> None:
         with torch.no_grad():

@@ -6,7 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_moe import BackendUnavailable, MoEConfig, MoELayer, balance_hook
+from ep_moe import (
+    BackendUnavailable,
+    MoEConfig,
+    MoELayer,
+    balance_hook,
+    record_routing,
+    replay_routing,
+)
 from ep_moe.testing import run_ranks
 from tests.dispatch.windows import ON_GPUS
 from tests.test_layer import small_config
@@ -62,6 +69,33 @@ def test_it_may_be_called_in_inference_mode():
     with torch.inference_mode():
         layer.warmup(3)
     assert calls == [False, True]
+
+
+def test_a_record_of_routing_does_not_hold_it():
+    layer, x = MoELayer(small_config()), torch.randn(4, 16)
+    with record_routing() as record:
+        layer.warmup(3)
+        layer(x)
+    assert [len(choice.ids) for choice in record.choices] == [4]
+    with replay_routing(record):
+        layer.warmup(3)
+        layer(x)
+
+
+def test_nor_do_the_counts_when_it_fails():
+    layer = MoELayer(small_config(expert_bias=True))
+    balance_hook(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    layer(torch.randn(4, 16))
+    counted = layer.router.tokens_since_step
+
+    def fail(*_):
+        if layer.router.tokens_since_step is not counted:
+            raise RuntimeError("no memory")
+
+    layer.experts.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        layer.warmup(3)
+    assert layer.router.tokens_since_step is counted
 
 
 def captured_at_once(rank):

@@ -35,7 +35,8 @@ def dispatch_beside(
 ) -> tuple[Arrived, T]:
     """`dispatch`, and what `work` returns. On a GPU the rows travel on a second stream while `work`
     runs, and in the backward their gradients travel back while that of `work` runs. `work` is
-    launched first: a dispatch that makes the host wait does not keep it from the device."""
+    launched first: a dispatch that makes the host wait does not keep it from the device. If `work`
+    raises, nothing is sent."""
     trip = _Trip(x.device)
     try:
         outside = _Depart.apply(x, routing.gate_weights, trip)
@@ -60,6 +61,7 @@ class _Trip:
         self.read: tuple[Tensor, ...] = ()
 
     def send_back(self, *read: Tensor) -> AbstractContextManager[object]:
+        self.end()  # of a backward that did not come to `_Depart`
         self.back, self.read = SecondStream(read[0].device), read
         return self.back.launch()
 

@@ -260,7 +260,7 @@ class SymmTransport:
             if _capturing():
                 raise BackendUnavailable(
                     "transport = 'symm' cannot make its buffers while a CUDA graph is captured: "
-                    "call layer.warmup(tokens) before"
+                    "run it before, forward and backward, or call layer.warmup(tokens)"
                 )
             window = shared[self.name] = Window.make(self.ep, size, rows.device, window)
         return window

@@ -10,8 +10,12 @@ import torch
 class SecondStream:
     """Marks a place in the present stream of a GPU. What is launched inside `launch()` comes after
     all that was launched before that place, and may run beside what is launched after it, until
-    `join`. That has to be called, whatever happens, before anything reads a result or frees what
-    was launched inside reads. On a CPU nothing is beside anything.
+    `join`. That has to be called, whatever happens, before a result is read, or anything freed that
+    was read inside. On a CPU nothing is beside anything.
+
+    Results may be freed when they have been read here: their memory is written again after the next
+    place. That is enough for torch's default allocator, not for `expandable_segments`, which may
+    unmap it before.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -69,21 +69,26 @@ def watched_steps(rank):
     with pytest.MonkeyPatch.context() as monkeypatch:
         watch, layer = watched_layer(monkeypatch)
         read, alive = [], []
-        combine = layer.transport.combine
-        layer.transport.combine = lambda plan, rows: (
-            read.append(weakref.ref(rows)) or combine(plan, rows)
-        )
+        for name in ("combine", "combine_gates"):
+            move = getattr(layer.transport, name)
+
+            def noted(plan, values, move=move):
+                read.append(weakref.ref(values))
+                return move(plan, values)
+
+            setattr(layer.transport, name, noted)
 
         def shared_backward(_):
             watch.events.append("shared backward")
-            alive.append(read[-1]() is not None)
+            alive.append([value() is not None for value in read[-2:]])
 
         layer.shared_experts.w_gate_up.register_hook(shared_backward)
         x = torch.randn(5 + rank, 16, dtype=torch.float64, requires_grad=True)
         y, _ = layer(x)
         forward = watch.take()
         y.square().sum().backward()
-        backward, freed = watch.take(), read[-1]() is None  # while y holds its nodes
+        backward = watch.take()
+        freed = not any(value() for value in read[-2:])  # while y holds its nodes
 
         def step(anomaly=False):
             with torch.autograd.set_detect_anomaly(anomaly):
@@ -107,7 +112,7 @@ def test_the_shared_experts_run_while_rows_travel():
         assert forward == [*out, "experts", "back"]
         home = ["mark", "(", "back", ")", "shared backward", "join"]
         assert backward == ["out", *home]
-        assert alive
+        assert alive == [True, True]
         assert freed
         # The recomputation ends with the experts: nothing behind them is saved.
         assert recomputed == [*forward, "out", *out, "experts", *home]
@@ -131,6 +136,28 @@ def test_a_dispatch_that_fails_is_waited_for(monkeypatch):
     with pytest.raises(RuntimeError, match="no way"):
         dispatch_beside(torch.ones(3, 4), routing, 2, SimpleNamespace(), fail)
     assert watch.take() == ["mark", "join"]
+
+
+def interrupted_backward(rank):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        watch, layer = watched_layer(monkeypatch)
+
+        def fail(_):
+            raise RuntimeError("a hook")
+
+        y, _ = layer(torch.randn(5, 16, dtype=torch.float64, requires_grad=True))
+        hook = layer.shared_experts.w_gate_up.register_hook(fail)
+        with pytest.raises(RuntimeError, match="a hook"):
+            y.sum().backward(retain_graph=True)
+        hook.remove()
+        watch.take()
+        y.sum().backward()
+        return watch.take()
+
+
+def test_a_backward_that_failed_on_the_way_is_waited_for_in_the_next():
+    for events in run_ranks(interrupted_backward, 2):
+        assert events == ["out", "join", "mark", "(", "back", ")", "join"]
 
 
 def steps(rank, device, transport, delay):
