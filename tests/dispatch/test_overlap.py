@@ -5,6 +5,7 @@ import weakref
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -161,7 +162,8 @@ def test_a_backward_that_failed_on_the_way_is_waited_for_in_the_next():
 
 
 def steps(rank, device, transport, delay):
-    """Three training steps' and one inference call's results, with the overlap and without."""
+    """Three training steps' and one inference call's results, with the overlap and without. With a
+    delay moves are late, and still later what they read: x, and the gradients that go back."""
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     changes = {"num_shared_experts": 2, "transport": transport, "max_tokens_per_rank": 70}
@@ -170,18 +172,26 @@ def steps(rank, device, transport, delay):
     for overlap in (False, True):
         torch.manual_seed(rank)
         layer = MoELayer(replace(moe, shared_expert_overlap=overlap), dist.group.WORLD).to(device)
-        for name in ("dispatch", "replay", "combine") if overlap and delay else ():
+        late_by = delay * overlap
+        for name in ("dispatch", "replay", "combine") if late_by else ():
             move = getattr(layer.transport, name)
 
             def late(*args, move=move, **kwargs):
-                torch.cuda._sleep(delay)
+                torch.cuda._sleep(late_by)
                 return move(*args, **kwargs)
 
             setattr(layer.transport, name, late)
         results = []
+
+        def hold_up(_: Any = None, late_by=late_by) -> None:
+            if late_by:
+                torch.cuda._sleep(2 * late_by)
+
         for turn in range(3):
+            hold_up()
             x = torch.randn(60 + rank, 256, device=device, requires_grad=True)
             y, _ = layer(x)
+            y.register_hook(hold_up)
             grads = torch.autograd.grad(y.square().sum() * (turn + 1), [x, *layer.parameters()])
             results += [y.detach().cpu(), *(grad.cpu() for grad in grads)]
         with torch.no_grad():
@@ -198,6 +208,6 @@ def test_the_same_bits_as_one_after_the_other():
 @pytest.mark.gpu
 @pytest.mark.parametrize("transport", ["collective", "symm"])
 def test_nothing_is_read_before_it_is_there(transport, require_gpu):
-    """Each move begins 10 ms late."""
+    """Each move begins 10 ms late, and 20 ms late what it reads."""
     ranks = run_ranks(steps, 2, "cuda", transport, 20_000_000, **ON_GPUS[transport])
     assert all(all(same) for same in ranks)
