@@ -176,7 +176,7 @@ def steps(rank, device, transport, delay):
         for name in ("dispatch", "replay", "combine") if late_by else ():
             move = getattr(layer.transport, name)
 
-            def late(*args, move=move, **kwargs):
+            def late(*args, move=move, late_by=late_by, **kwargs):
                 torch.cuda._sleep(late_by)
                 return move(*args, **kwargs)
 
