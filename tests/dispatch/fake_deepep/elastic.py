@@ -222,6 +222,7 @@ class Base:
         if previous_event is not None:
             argument(previous_event, EventHandle, "previous_event")
             host_assert(allocate_on_comm_stream, "allocate_on_comm_stream")
+            previous_event.current_stream_wait()
         host_assert(0 < num_sms <= core.NUM_DEVICE_SMS, "num_sms <= device.get_num_sms()")
 
     @torch.no_grad()
