@@ -6,6 +6,7 @@ The packages are fetched and read, never imported: they need GPUs, and three of 
 import ast
 import importlib
 import inspect
+import os
 import subprocess
 import sys
 import tarfile
@@ -31,7 +32,7 @@ PACKAGES = {  # requirement, how pip must fetch it, and where the fake's classes
             "EventOverlap": "utils/event.py",
         },
     ),
-    "v25": (  # pip asks its setup.py for metadata, and that imports torch
+    "v25": (
         "deepinfer-ep==2.5.0",
         ["--no-binary", ":all:", "--no-build-isolation"],
         {
@@ -41,18 +42,37 @@ PACKAGES = {  # requirement, how pip must fetch it, and where the fake's classes
         },
     ),
 }
+# pip asks a source archive's setup.py for metadata, and that one looks for NCCL, torch and CUDA.
+UNBUILT = {
+    "lib/libnccl.so.2": "",
+    "torch/__init__.py": "",
+    "torch/utils/__init__.py": "",
+    "torch/utils/cpp_extension.py": """
+from setuptools import Extension
+from setuptools.command.build_ext import build_ext as BuildExtension
+CUDAExtension = lambda name, sources, **kwargs: Extension(name, sources)
+""",
+}
 GONE = {"v25": {"Buffer", "ElasticBuffer", "Config"}, "v2": {"EPBuffer"}, "v1": {"topk_idx_t"}}
 
 
 def fetched(requirement: str, how: list[str], folder: Path) -> Path:
     """The package's `deep_ep` folder, unpacked."""
+    unbuilt, archives = folder / "unbuilt", folder / "archives"
+    for name, text in UNBUILT.items():
+        (unbuilt / name).parent.mkdir(parents=True, exist_ok=True)
+        (unbuilt / name).write_text(text)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", *how]
     ran = subprocess.run(
-        [*command, "--dest", str(folder), requirement], capture_output=True, text=True, timeout=240
+        [*command, "--dest", str(archives), requirement],
+        env={**os.environ, "EP_NCCL_ROOT_DIR": str(unbuilt), "PYTHONPATH": str(unbuilt)},
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     if ran.returncode:
         pytest.skip(f"{requirement} cannot be downloaded: {ran.stderr.strip().splitlines()[-1:]}")
-    (archive,) = folder.iterdir()
+    (archive,) = archives.iterdir()
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
             wheel.extractall(folder, [n for n in wheel.namelist() if n.endswith(".py")])
