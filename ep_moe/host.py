@@ -307,7 +307,8 @@ def _deepep() -> DeepEP | None:
     files = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]
     classes = set[str]().union(*(_attempt(lambda f=file: _classes(f), set()) for file in files))
     generation = next((BUFFERS[name] for name in BUFFERS if name in classes), None)
-    return DeepEP(str(folder), generation, "Buffer" in classes, *_installed_as(folder))
+    name, version = _installed_as(folder)
+    return DeepEP(str(folder), generation, "Buffer" in classes, name, version)
 
 
 def _classes(file: Path) -> set[str]:
