@@ -306,7 +306,7 @@ def _deepep() -> DeepEP | None:
     folder = Path(places[0])
     files = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]
     classes = set[str]().union(*(_attempt(lambda f=file: _classes(f), set()) for file in files))
-    generation = next((BUFFERS[name] for name in BUFFERS if name in classes), None)
+    generation = next((kind for name, kind in BUFFERS.items() if name in classes), None)
     name, version = _installed_as(folder)
     return DeepEP(str(folder), generation, "Buffer" in classes, name, version)
 
