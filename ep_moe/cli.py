@@ -87,6 +87,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def _said(argv: list[str]) -> list[str]:
     """`--json` without a value means true; to jsonargparse it is a value that is missing."""
-    following = [*argv[1:], ""]
-    bare = [a == "--json" and b not in ("true", "false") for a, b in zip(argv, following)]
-    return [f"{word}=true" if alone else word for word, alone in zip(argv, bare, strict=True)]
+    following = [*argv[1:], ""][: len(argv)]
+    return [
+        "--json=true" if word == "--json" and after not in ("true", "false") else word
+        for word, after in zip(argv, following, strict=True)
+    ]

@@ -78,8 +78,9 @@ def text(diagnosis: Diagnosis) -> str:
     lines += ["", f"Transports for {diagnosis.ranks} rank(s)"]
     words = {True: "can run", None: "may run", False: "cannot run"}
     for finding in diagnosis.findings:
-        lines += ["", f"  {finding.transport}: {words[finding.usable]}"]
-        lines += _table([_row(need) for need in finding.needs], "    ")
+        never = "" if finding.transport in (*MEASURED, "local") else "; never auto: no backward"
+        lines += ["", f"  {finding.transport}: {words[finding.usable]}{never}"]
+        lines += _table([row for need in finding.needs for row in _rows(need)], "    ")
     return "\n".join([*lines, "", f"auto: {diagnosis.auto.why}"])
 
 
@@ -112,10 +113,10 @@ def _auto(host: Host, ranks: int, findings: tuple[Finding, ...]) -> Auto:
     return Auto(only, among, why)
 
 
-def _row(need: Need) -> tuple[str, str, str]:
+def _rows(need: Need) -> list[tuple[str, ...]]:
     mark = {True: "ok", None: "unknown", False: "missing"}[need.met]
-    words = f"{need.has}; needs {need.needs}"
-    return mark, need.what, f"{words}: {need.remedy}" if need.remedy else words
+    rows = [(mark, need.what, f"{need.has}; needs {need.needs}")]
+    return [*rows, ("", "", f"-> {need.remedy}")] if need.remedy else rows
 
 
 def _table(rows: list[tuple[str, ...]], margin: str) -> list[str]:

@@ -225,12 +225,11 @@ def _pairs(count: int) -> Iterator[Pair]:
 def _links(count: int) -> dict[tuple[int, int], str]:
     """By torch's numbers. nvidia-smi counts all GPUs in the order of the bus, torch the visible
     ones, often the fastest first: their serial numbers say which is which."""
-    listed = _say("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader")
-    number = {
-        uuid.strip(): int(at)
-        for at, uuid in (line.split(",") for line in listed.split("\n") if line)
-    }
-    ours = [number.get(f"GPU-{torch.cuda.get_device_properties(at).uuid}") for at in range(count)]
+    listed = _say("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader").splitlines()
+    cells = [line.split(", ") for line in listed if line]
+    number = {uuid.strip().removeprefix("GPU-"): int(index) for index, uuid in cells}
+    serials = [str(torch.cuda.get_device_properties(at).uuid) for at in range(count)]
+    ours = [number.get(serial.removeprefix("GPU-")) for serial in serials]
     named = parse_topology(_say("nvidia-smi", "topo", "-m"))
     return {
         (source, target): named[there]
@@ -306,9 +305,9 @@ def _deepep() -> DeepEP | None:
     folder = Path(places[0])
     files = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]
     classes = set[str]().union(*(_attempt(lambda f=file: _classes(f), set()) for file in files))
-    generation = next((kind for name, kind in BUFFERS.items() if name in classes), None)
+    known: list[Generation] = [kind for name, kind in BUFFERS.items() if name in classes]
     name, version = _installed_as(folder)
-    return DeepEP(str(folder), generation, "Buffer" in classes, name, version)
+    return DeepEP(str(folder), known[0] if known else None, "Buffer" in classes, name, version)
 
 
 def _classes(file: Path) -> set[str]:

@@ -197,12 +197,15 @@ def _between(host: Host, ranks: int, kind: Literal["access", "atomics"]) -> Need
     else:
         words, met = "yes" if used else "one GPU, which needs none", True
     words += f" (links: {', '.join(links)})" if links else ""
-    remedy = (
-        "use GPUs on NVLink (CUDA_VISIBLE_DEVICES chooses, `nvidia-smi topo -m` shows them), or "
-        "collective"
-        if met is False
-        else "the first call will tell; collective works without"
-    )
+    if not host.gpus:
+        remedy = _no_gpu(host)[1]
+    elif met is None:
+        remedy = "the first call will tell; collective works without"
+    else:
+        remedy = (
+            "use GPUs on NVLink (CUDA_VISIBLE_DEVICES chooses, nvidia-smi topo -m shows them), or "
+            "collective"
+        )
     return _need(what, "between all GPUs in use", words, met, remedy)
 
 
@@ -214,7 +217,7 @@ def _capability(host: Host) -> Need:
         f"sm_{major}{minor} or newer",
         f"sm_{least.capability[0]}{least.capability[1]} ({least.name})" if least else "no GPUs",
         least is not None and least.capability >= DEEPEP_CAPABILITY,
-        "DeepEP runs on Hopper GPUs and newer ones: use symm or collective",
+        "use Hopper GPUs or newer ones, or symm or collective" if least else _no_gpu(host)[1],
     )
 
 
