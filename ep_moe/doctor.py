@@ -106,7 +106,7 @@ def _auto(host: Host, ranks: int, findings: tuple[Finding, ...]) -> Auto:
             f"layer.warmup(); {condition}"
         )
         return Auto(None, among, why)
-    (only,) = among
+    only = among[0]
     if not host.gpus:
         return Auto(only, among, f"{only} over gloo, for ranks without GPUs")
     why = f"{only}, the only one that can run here" + (f"; {condition}" if fixed else "")

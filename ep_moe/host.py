@@ -265,7 +265,9 @@ def _nccl() -> str | None:
     try:
         loaded = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
     except OSError:  # linked into torch: then the constant is right
-        return ".".join(map(str, torch.cuda.nccl.version()[:3]))
+        from torch.cuda import nccl
+
+        return ".".join(map(str, nccl.version()[:3]))
     return nccl_version(loaded)
 
 

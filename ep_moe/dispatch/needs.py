@@ -71,10 +71,16 @@ def _collective(host: Host, ranks: int) -> Iterator[Need]:
     )
     if host.gpus:
         remedy = "install a CUDA build of torch for Linux, which brings NCCL"
-        yield _need("NCCL", "any", host.nccl or "missing", host.nccl is not None, remedy)
+        yield _need("NCCL", "any version", host.nccl or "missing", host.nccl is not None, remedy)
     else:
         remedy = "install a torch that has gloo, such as those that pip installs on Linux"
-        yield _need("gloo", "any", "there" if host.gloo else "missing", host.gloo, remedy)
+        yield _need(
+            "gloo",
+            "a torch that was built with it",
+            "there" if host.gloo else "missing",
+            host.gloo,
+            remedy,
+        )
 
 
 def _symm(host: Host, ranks: int) -> Iterator[Need]:
@@ -85,7 +91,7 @@ def _symm(host: Host, ranks: int) -> Iterator[Need]:
     yield _between(host, ranks, "access")
     yield _between(host, ranks, "atomics")
     remedy = "pip install triton (there are packages for Linux)"
-    yield _need("Triton", "any", host.triton or "missing", host.triton is not None, remedy)
+    yield _need("Triton", "any version", host.triton or "missing", host.triton is not None, remedy)
     yield _need(
         "symmetric memory",
         "a torch that was built with it",
