@@ -95,7 +95,7 @@ def _auto(host: Host, ranks: int, findings: tuple[Finding, ...]) -> Auto:
         return Auto("local", ("local",), "local, for one rank")
     can_run = {finding.transport for finding in findings if finding.usable is not False}
     names = MEASURED if host.gpus else ("collective",)
-    among: tuple[str, ...] = tuple(name for name in names if name in can_run)
+    among = [name for name in names if name in can_run]
     if not among:
         return Auto(None, (), f"nothing can run {ranks} ranks here: collective says why, above")
     fixed = [name for name in among if name in FIXED_SIZE]
@@ -105,12 +105,12 @@ def _auto(host: Host, ranks: int, findings: tuple[Finding, ...]) -> Auto:
             f"the fastest of {', '.join(among)} in a short measurement at the first call or in "
             f"layer.warmup(); {condition}"
         )
-        return Auto(None, among, why)
+        return Auto(None, tuple(among), why)
     only = among[0]
     if not host.gpus:
-        return Auto(only, among, f"{only} over gloo, for ranks without GPUs")
+        return Auto(only, (only,), f"{only} over gloo, for ranks without GPUs")
     why = f"{only}, the only one that can run here" + (f"; {condition}" if fixed else "")
-    return Auto(only, among, why)
+    return Auto(only, (only,), why)
 
 
 def _rows(need: Need) -> list[tuple[str, ...]]:

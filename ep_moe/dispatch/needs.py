@@ -270,4 +270,5 @@ def at_least(version: str | None, least: str) -> bool:
 
 
 def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version.split("+")[0])[:3]]
+    found = re.findall(r"\d+", version.split("+")[0])[:3]
+    return [*map(int, found), *[0] * (3 - len(found))]
