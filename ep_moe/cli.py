@@ -1,5 +1,6 @@
 """The `ep-moe` command."""
 
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -59,10 +60,35 @@ def tune(
     return f"wrote {path}: EP_MOE_TILES={path} makes a program use it"
 
 
+def doctor(ranks: int | None = None, json: bool = False) -> str:
+    """What each transport needs, what of it this machine has, and which one `auto` would take.
+
+    Args:
+        ranks: that share the experts; by default one for each GPU, and at least one
+        json: print that, for programs
+    """
+    from ep_moe import doctor as doctors
+    from ep_moe.host import Host
+
+    host = Host.look()
+    diagnosis = doctors.diagnose(host, max(1, len(host.gpus)) if ranks is None else ranks)
+    return doctors.as_json(diagnosis) if json else doctors.text(diagnosis)
+
+
 def main(argv: list[str] | None = None) -> None:
     from jsonargparse import auto_cli
 
+    commands = {"params": params, "tune": tune, "doctor": doctor}
     try:
-        print(auto_cli({"params": params, "tune": tune}, args=argv, prog="ep-moe"))
+        print(auto_cli(commands, args=_said(sys.argv[1:] if argv is None else argv), prog="ep-moe"))
     except (BackendUnavailable, ConfigError) as error:
         raise SystemExit(f"ep-moe: {error}") from None
+
+
+def _said(argv: list[str]) -> list[str]:
+    """`--json` without a value means true; to jsonargparse it is a value that is missing."""
+    following = [*argv[1:], ""][: len(argv)]
+    return [
+        "--json=true" if word == "--json" and after not in ("true", "false") else word
+        for word, after in zip(argv, following, strict=True)
+    ]

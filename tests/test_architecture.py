@@ -18,12 +18,12 @@ LEVELS = [
     {"peers"},
     {"check"},
     {"parallel"},
-    {"kernels", "measure", "oracle", "replay", "traces"},
+    {"host", "kernels", "measure", "oracle", "replay", "traces"},
     {"ops"},
     {"exact"},
     {"experts", "routing", "dispatch", "state"},
     {"layer"},
-    {"training", "planner", "integrations", "tune"},
+    {"doctor", "training", "planner", "integrations", "tune"},
     {"cli", "testing"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
