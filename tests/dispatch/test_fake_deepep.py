@@ -101,7 +101,7 @@ def elastic_moves(rank, world_size, module, group, deterministic, sync, asynchro
     how = {"num_experts": E, "num_sms": SMS, "do_cpu_sync": sync}
     later = {"async_with_compute_stream": asynchronous}
     rows, orders = None, []
-    for _ in range(2):
+    for _ in range(4):
         out = buffer.dispatch(x, ids, weights, stats, expert_alignment=4, **how, **later)
         *rows, handle, event = out
         if asynchronous and expected:
@@ -113,10 +113,10 @@ def elastic_moves(rank, world_size, module, group, deterministic, sync, asynchro
     in_order = [(source, token) for source, token, *_ in expected]
     assert [s for s, _ in orders[0]] == [s for s, _ in in_order]  # grouped by source
     if deterministic:
-        assert orders == [in_order, in_order]
+        assert orders == [in_order] * 4
     elif len(in_order) > world_size:
         assert in_order not in orders
-        assert orders[0] != orders[1] or len(in_order) < 5
+        assert len(set(map(tuple, orders))) > 1
     check_counts(handle, expected, world_size, sync, stats)
     arrived = len(expected)
     if arrived < len(rows[0]):
@@ -134,7 +134,7 @@ def elastic_moves(rank, world_size, module, group, deterministic, sync, asynchro
     assert torch.equal(again[1][:arrived], rows[1][:arrived])
     y = torch.full_like(rows[0], float("nan"))
     grads = torch.full_like(rows[2], float("nan"))
-    for row, (source, token) in enumerate(orders[1]):
+    for row, (source, token) in enumerate(orders[-1]):
         y[row], values = made(rank, source, token)
         grads[row] = values  # also where the expert lives elsewhere: nobody may read it
     bias = torch.randn(len(x), H).bfloat16()
@@ -168,11 +168,11 @@ def check_counts(handle, expected, world_size, sync, stats):
     )
     assert handle.num_unaligned_recv_tokens_per_expert.tolist() == real
     assert handle.num_recv_tokens_per_expert_list == (padded if sync else [])
-    assert stats.tolist() == [2 * count for count in real]
+    assert stats.tolist() == [4 * count for count in real]
 
 
 def refused(error, match, call):
-    with pytest.raises(error, match=match):
+    with pytest.raises(error, match=match or None):
         call()
 
 
@@ -220,7 +220,6 @@ def elastic_refusals_before_a_buffer():
 
 
 def elastic_refusals(module, group):
-    assert "num_bytes" in elastic_refusals.__code__.co_consts or True
     refused(RuntimeError, "hidden > 0", lambda: elastic_buffer(module, group, hidden=0))
     refused(RuntimeError, "num_bytes|kNum", lambda: elastic_buffer(module, group, num_bytes=4096))
     buffer = elastic_buffer(module, group)
@@ -234,7 +233,7 @@ def elastic_refusals(module, group):
     many = torch.zeros(C + 1, H).bfloat16()
     cases = [
         (RuntimeError, "topk_idx_t", {"ids": ids.int()}),
-        (RuntimeError, "expected scalar type", {"weights": weights.double()}),
+        (RuntimeError, "type Float but found Double", {"weights": weights.double()}),
         (RuntimeError, "contiguous", {"x": x.T.contiguous().T}),
         (RuntimeError, "contiguous", {"ids": ids.T.contiguous().T}),
         (RuntimeError, "contiguous", {"weights": weights.T.contiguous().T}),
@@ -295,7 +294,6 @@ def elastic_refusals(module, group):
     torch.use_deterministic_algorithms(True)
     refused(AssertionError, "", dispatch)
     torch.use_deterministic_algorithms(False)
-    # NaN behind the rows, as torch.empty is allowed to hold
     assert buffer.get_theoretical_num_sms(E, K) == 132
     buffer.destroy()
     buffer.destroy()
@@ -349,7 +347,7 @@ def elastic_disagreements(rank, module, group):
         "timeout",
         lambda: buffer.dispatch(x, ids, weights, num_max_tokens_per_rank=bound, **how),
     )
-    twice = torch.tensor([[1, 1, 2]] * len(x)).view(-1, K)  # rank 1 has no tokens
+    twice = torch.zeros_like(ids)  # rank 1 has no tokens, and fails all the same
     refused(RuntimeError, "duplicate", lambda: buffer.dispatch(x, twice, weights, **how))
     rows, *_, handle, _ = buffer.dispatch(x, ids, weights, **how)
     calls = (
@@ -457,7 +455,7 @@ def v1_refusals(rank, module):
         "config": config,
     }  # fmt: skip
     cases = [
-        (RuntimeError, "expected scalar type", {"topk_idx": ids.int()}),
+        (RuntimeError, "type Long but found Int", {"topk_idx": ids.int()}),
         (RuntimeError, "kFloat32", {"topk_weights": weights.double()}),
         (RuntimeError, "has_value", {"topk_weights": None}),
         (RuntimeError, "contiguous", {"x": x.T.contiguous().T}),
@@ -465,7 +463,7 @@ def v1_refusals(rank, module):
         (RuntimeError, "sizeof", {"x": x[:, :4].contiguous()}),
         (RuntimeError, "hidden_int4", {"x": x[:, :8].contiguous()}),
         (RuntimeError, "bf16", {"x": x.float()}),
-        (RuntimeError, "num_nvl_bytes", {"config": None}),
+        (RuntimeError, "num_nvl_bytes", {"config": module.Config(SMS, 6, 4096, 6, 128)}),
         (RuntimeError, "disagrees", {"num_tokens_per_rank": per_rank + 1}),
         (RuntimeError, "kBool", {"is_token_in_rank": in_rank.int()}),
         (RuntimeError, "kInt32", {"num_tokens_per_expert": per_expert.long()}),
