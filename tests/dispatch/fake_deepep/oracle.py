@@ -1,4 +1,4 @@
-"""Rows that say where they came from, and a loop that says where they must go: for the fakes' tests."""
+"""Rows that say where they came from, and a loop that says where they must go."""
 
 import pytest
 import torch
