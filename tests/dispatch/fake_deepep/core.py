@@ -15,6 +15,10 @@ from torch import Tensor
 
 topk_idx_t = torch.int64
 NUM_DEVICE_SMS = 132  # of an H100 or H200
+_SCALAR_TYPES = {
+    torch.float32: "Float", torch.float64: "Double", torch.int32: "Int", torch.int64: "Long",
+    torch.bfloat16: "BFloat16",
+}  # fmt: skip
 _calls = itertools.count()
 
 
@@ -33,7 +37,8 @@ def compiled_for(condition: object, text: str) -> None:
 def data_ptr(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """`tensor.data_ptr<T>()` of C++: the dtype is never converted."""
     if tensor.dtype != dtype:
-        raise RuntimeError(f"expected scalar type {dtype} but found {tensor.dtype} ({name})")
+        wanted, found = (_SCALAR_TYPES.get(d, str(d)) for d in (dtype, tensor.dtype))
+        raise RuntimeError(f"expected scalar type {wanted} but found {found} ({name})")
     return tensor
 
 

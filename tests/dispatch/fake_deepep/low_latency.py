@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import core
-from .core import data_ptr, exchange, host_assert
+from .core import exchange, host_assert
 
 LOW_LATENCY_HIDDEN = (2048, 2560, 4096, 5120, 6144, 7168, 8192)
 
@@ -115,7 +115,7 @@ class LowLatency:
         host_assert(topk_idx.dtype == core.topk_idx_t, "topk_idx.scalar_type() == torch::kInt64")
         host_assert(topk_weights.is_contiguous(), "topk_weights.is_contiguous()")
         host_assert(len(topk_weights) <= bound, "topk_weights.size(0) <= bound")
-        data_ptr(topk_weights, torch.float32, "topk_weights")
+        host_assert(topk_weights.dtype == torch.float32, "topk_weights is torch::kFloat32")
         self.check_stats(wait_stats, torch.int64, ranks, "combine_wait_recv_cost_stats")
         self.check_room(bound, hidden, num_experts)
         shape = (len(topk_idx), hidden)
