@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from ep_moe.dispatch.autograd import combine, dispatch, dispatch_beside
 from ep_moe.dispatch.collective import CollectiveTransport
+from ep_moe.dispatch.deepep import DeepEPTransport
 from ep_moe.dispatch.local import LocalTransport
 from ep_moe.dispatch.protocol import Caps, Transport
 from ep_moe.dispatch.symm import SymmTransport
@@ -15,7 +16,8 @@ from ep_moe.errors import ConfigError
 from ep_moe.parallel import ExpertParallel
 
 TRANSPORTS = {
-    transport.name: transport for transport in (LocalTransport, CollectiveTransport, SymmTransport)
+    transport.name: transport
+    for transport in (LocalTransport, CollectiveTransport, SymmTransport, DeepEPTransport)
 }
 
 log = logging.getLogger("ep_moe")
@@ -32,7 +34,11 @@ __all__ = [
 
 
 def make_transport(
-    name: str, ep: ExpertParallel, *, max_tokens_per_rank: int | None = None
+    name: str,
+    ep: ExpertParallel,
+    *,
+    max_tokens_per_rank: int | None = None,
+    deterministic: bool = False,
 ) -> Transport:
     """The transport of that name for these ranks; `auto` takes `local` for one rank and
     `collective` for more. max_tokens_per_rank: the most rows of x in a call, for those whose
@@ -51,7 +57,14 @@ def make_transport(
         raise ConfigError("transport", name, "local or auto without a process group in `ep`")
     if transport.caps.max_ranks is not None and ep.size > transport.caps.max_ranks:
         raise ConfigError("transport", name, f"another than that for {ep.size} ranks, such as auto")
-    return transport(ep, max_tokens_per_rank)
+    if transport.caps.fixed_size and not max_tokens_per_rank:
+        raise ConfigError(
+            "max_tokens_per_rank",
+            max_tokens_per_rank,
+            f"the most tokens that a rank has in a call: transport = {name!r} has buffers of a "
+            "fixed size",
+        )
+    return transport(ep, max_tokens_per_rank, deterministic=deterministic)
 
 
 @lru_cache  # once, however many layers a model has

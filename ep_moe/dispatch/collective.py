@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ep_moe import ops
 from ep_moe.check import Splits
+from ep_moe.dispatch.moves import stage
 from ep_moe.dispatch.protocol import Caps, Sent
 from ep_moe.parallel import ExpertParallel
-from ep_moe.replay import in_backward
 from ep_moe.types import Routing
 
 
@@ -42,11 +42,15 @@ class CollectivePlan:
 
 class CollectiveTransport:
     name: ClassVar[str] = "collective"
-    caps: ClassVar[Caps] = Caps(
-        needs_group=True, max_ranks=None, deterministic=True, graphable=False
-    )
+    caps: Caps = Caps(needs_group=True, max_ranks=None, deterministic=True, graphable=False)
 
-    def __init__(self, ep: ExpertParallel, max_tokens_per_rank: int | None = None) -> None:
+    def __init__(
+        self,
+        ep: ExpertParallel,
+        max_tokens_per_rank: int | None = None,
+        *,
+        deterministic: bool = False,
+    ) -> None:
         self.ep = ep
         self.layer, self.calls = next(ep.peers.layers), 0
 
@@ -61,8 +65,8 @@ class CollectiveTransport:
         splits, max_packed = self._exchange_counts(order.offsets.diff(), order.choices)
 
         sent = sum(splits.sent)
-        stage = self._stage(self.calls, "ids and gates out")
-        message = exchange(message[:sent], splits, ep=self.ep, stage=stage)
+        now = stage(self.layer, self.calls, "ids and gates out")
+        message = exchange(message[:sent], splits, ep=self.ep, stage=now)
         top_k = routing.ids.shape[1]
         plan = CollectivePlan(
             local_ids=message[:, :top_k].contiguous(),
@@ -90,27 +94,24 @@ class CollectiveTransport:
         return self._back(plan, gates, "gates back")
 
     def _out(self, plan: CollectivePlan, values: Tensor, what: str) -> Tensor:
-        stage = self._stage(plan.call, what)
         sent = ops.gather(values, plan.token_of_sent, plan.offsets)
-        return exchange(sent, plan.splits, ep=self.ep, stage=stage)
+        now = stage(self.layer, plan.call, what)
+        return exchange(sent, plan.splits, ep=self.ep, stage=now)
 
     def _back(self, plan: CollectivePlan, values: Tensor, what: str) -> Tensor:
         back = Splits(sent=plan.splits.expected, expected=plan.splits.sent)
-        returned = exchange(values, back, ep=self.ep, stage=self._stage(plan.call, what))
+        now = stage(self.layer, plan.call, what)
+        returned = exchange(values, back, ep=self.ep, stage=now)
         return ops.weighted_sum(returned, None, plan.sent_of_token)
 
     def _exchange_counts(self, rows: Tensor, choices: Tensor) -> tuple[Splits, int]:
         """Rows to each rank and choices among them (W,) -> splits, choices that arrive."""
         sent = torch.stack([rows, choices], dim=1)
         arrived = torch.empty_like(sent)
-        with self.ep.waiting(self._stage(self.calls, "the counts")):
+        with self.ep.waiting(stage(self.layer, self.calls, "the counts")):
             dist.all_to_all_single(arrived, sent, group=self.ep.group)
             (sent_rows, _), (rows_here, choices_here) = torch.stack([sent, arrived]).mT.tolist()
         return Splits(sent_rows, rows_here), sum(choices_here)
-
-    def _stage(self, call: int, what: str) -> str:
-        direction = "backward" if in_backward() else "forward"
-        return f"layer {self.layer}, call {call}, {direction}, {what}"
 
 
 def exchange(rows: Tensor, splits: Splits, *, ep: ExpertParallel, stage: str) -> Tensor:

@@ -13,9 +13,9 @@ from ep_moe.dispatch.symm import SymmTransport
 from ep_moe.errors import ConfigError
 from ep_moe.host import Host, Need
 
-# DeepEP v1 has settings for these numbers of ranks, and takes no other; a host has up to 8 of them.
-V1_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
-V1_RANKS_OF_A_HOST = 8
+# DeepEP v1 has settings for some numbers of ranks, and takes no other. Within one host it needs no
+# host sync.
+V1_RANKS = (2, 4, 8)
 DEEPEP_CAPABILITY = (9, 0)
 
 
@@ -229,17 +229,10 @@ def _capability(host: Host) -> Need:
 
 def _v1_ranks(host: Host, ranks: int) -> Iterator[Need]:
     known = ", ".join(map(str, V1_RANKS))
-    yield _need("ranks", f"one of {known}", str(ranks), ranks in V1_RANKS, f"use one of {known}")
-    yield _gpus(host, min(ranks, V1_RANKS_OF_A_HOST))
-    yield _between(host, min(ranks, V1_RANKS_OF_A_HOST), "access")
-    if ranks > V1_RANKS_OF_A_HOST:
-        yield _need(
-            "network cards",
-            "RDMA between hosts",
-            ", ".join(host.network_cards) or "none",
-            bool(host.network_cards),
-            f"use at most {V1_RANKS_OF_A_HOST} ranks, or hosts with network cards for RDMA",
-        )
+    met = ranks in V1_RANKS
+    yield _need("ranks", f"one of {known}, of one host", str(ranks), met, f"use one of {known}")
+    yield _gpus(host, ranks)
+    yield _between(host, ranks, "access")
 
 
 def _versions(host: Host, generation: str, least: Versions) -> Iterator[Need]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ep_moe.parallel import ExpertParallel
@@ -15,9 +16,13 @@ class Caps:
 
     needs_group    works on a torch.distributed process group.
     max_ranks      the most ranks it serves; None = any number.
-    deterministic  two runs agree bit for bit.
+    deterministic  two runs agree bit for bit: arrived rows are ordered by (source rank, source
+                   token); otherwise by source rank alone.
     graphable      can be captured in a CUDA graph (no host sync).
     in_place       rows that are not to be kept lie in memory that the next move writes.
+    fixed_size     its buffers have room for `max_tokens_per_rank` tokens of each rank.
+    dtypes         of the rows that it moves; None = any.
+    backward       its moves back are the adjoints of those out.
     """
 
     needs_group: bool
@@ -25,6 +30,9 @@ class Caps:
     deterministic: bool
     graphable: bool
     in_place: bool = False
+    fixed_size: bool = False
+    dtypes: tuple[torch.dtype, ...] | None = None
+    backward: bool = True
 
 
 class Plan(Protocol):
@@ -50,15 +58,25 @@ class Transport(Protocol):
     """`dispatch` learns the plan, of a type of the transport's own; `replay` makes the same move
     again; `combine` is its adjoint.
 
-    Arrived rows are ordered by (source rank, source token). combine adds in rank order in fp32 and
-    rounds once. Gate values move beside the rows: out whole, back as the sum over ranks, where
-    slots of other ranks must be 0.
+    Arrived rows are ordered by source rank, and those of a rank by token where `caps` says
+    deterministic. combine adds in rank order in fp32 and rounds once. Gate values move beside the
+    rows: out whole, back as the sum over ranks, where slots of other ranks must be 0.
+
+    deterministic: asked for where the transport can also do without, which is faster.
     """
 
     name: ClassVar[str]
-    caps: ClassVar[Caps]
 
-    def __init__(self, ep: ExpertParallel, max_tokens_per_rank: int | None = None) -> None: ...
+    @property
+    def caps(self) -> Caps: ...
+
+    def __init__(
+        self,
+        ep: ExpertParallel,
+        max_tokens_per_rank: int | None = None,
+        *,
+        deterministic: bool = False,
+    ) -> None: ...
 
     def dispatch(self, x: Tensor, routing: Routing, num_experts: int, *, keep: bool = True) -> Sent:
         """x (T,H), ids and gate weights (T,K) -> plan, rows (A,H), gates (A,K). May meet every

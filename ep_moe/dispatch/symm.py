@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe import check
+from ep_moe.dispatch.moves import capturing, stage
 from ep_moe.dispatch.protocol import Caps, Sent
 from ep_moe.errors import BackendUnavailable, ConfigError, DispatchTimeout, InputError
 from ep_moe.parallel import ExpertParallel
-from ep_moe.replay import in_backward
 from ep_moe.types import Routing
 
 if TYPE_CHECKING:  # Triton is imported where it is used
@@ -129,18 +129,23 @@ def allocate(size: int, ep: ExpertParallel, device: torch.device) -> tuple[Tenso
 
 class SymmTransport:
     name: ClassVar[str] = "symm"
-    caps: ClassVar[Caps] = Caps(
-        needs_group=True, max_ranks=8, deterministic=True, graphable=True, in_place=True
+    caps: Caps = Caps(
+        needs_group=True,
+        max_ranks=8,
+        deterministic=True,
+        graphable=True,
+        in_place=True,
+        fixed_size=True,
     )
 
-    def __init__(self, ep: ExpertParallel, max_tokens_per_rank: int | None = None) -> None:
-        if not max_tokens_per_rank:
-            raise ConfigError(
-                "max_tokens_per_rank",
-                max_tokens_per_rank,
-                "the most tokens that a rank has in a call: transport = 'symm' has buffers of a "
-                "fixed size",
-            )
+    def __init__(
+        self,
+        ep: ExpertParallel,
+        max_tokens_per_rank: int | None = None,
+        *,
+        deterministic: bool = False,
+    ) -> None:
+        assert max_tokens_per_rank is not None  # `make_transport` has seen to it
         self.ep, self.max_tokens = ep, max_tokens_per_rank
         self.programs = PROGRAMS  # may be set before the first call, alike on every rank
         self.layer, self.calls, self.agreed = next(ep.peers.layers), 0, False
@@ -209,18 +214,17 @@ class SymmTransport:
         return values.clone() if window.holds(values) else values
 
     def _stage(self, what: str) -> str:
-        direction = "backward" if in_backward() else "forward"
-        return f"layer {self.layer}, call {self.calls}, {direction}, {what}"
+        return stage(self.layer, self.calls, what)
 
     def _check(self, what: str) -> None:
         """With EP_MOE_CHECK=1: is every rank about to make this move? What a graph holds is not
         looked at."""
-        if check.wanted() and not _capturing():
+        if check.wanted() and not capturing():
             check.same_exchange(self.ep.peers, self._stage(what))
 
     def _agree(self) -> None:
         """In the first call: have all ranks been told the same?"""
-        if self.agreed or _capturing():
+        if self.agreed or capturing():
             return
         if not 1 <= self.programs <= MOST_PROGRAMS:
             raise ConfigError("programs", self.programs, f"1 to {MOST_PROGRAMS}")
@@ -257,7 +261,7 @@ class SymmTransport:
         size = layout(self.ep.size, self.max_tokens, row_bytes, top_k, gate_bytes).total
         window = shared.get(self.name)
         if window is None or len(window.memory) < size:
-            if _capturing():
+            if capturing():
                 raise BackendUnavailable(
                     "transport = 'symm' cannot make its buffers while a CUDA graph is captured: "
                     "run it before, forward and backward, or call layer.warmup(tokens)"
@@ -268,7 +272,7 @@ class SymmTransport:
     def _report(self, window: Window, what: str) -> None:
         """Raise DispatchTimeout for a wait that took too long, in this call or a later one: nobody
         waits here for the device, nor for a graph that is replayed."""
-        window.captured |= _capturing()
+        window.captured |= capturing()
         failed, peer, move = window.seen.tolist()
         if failed:
             ranks, kind = self.ep.peers.ranks, ("", "to begin", "for what it sends")[failed]
@@ -279,7 +283,3 @@ class SymmTransport:
             )
             here = ranks[self.ep.rank]
             raise DispatchTimeout(here, here, stage=stage, why=why)
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

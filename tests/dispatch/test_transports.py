@@ -1,6 +1,7 @@
 """What every transport promises: one row per (token, rank), in order, and two adjoint moves."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor
 
 from ep_moe import ConfigError, ExpertParallel, Routing, make_transport
 from ep_moe.dispatch import TRANSPORTS
+from ep_moe.dispatch.needs import V1_RANKS
 from ep_moe.testing import assert_close, run_ranks
+from tests.dispatch.fake_deepep import GENERATIONS, stand_in
 from tests.dispatch.windows import ON_GPUS, needs_interpreter, share_files
 
 E, K, H = 24, 3, 5
@@ -23,10 +26,34 @@ MOST = 9  # tokens of a rank
 CHOICES = ("random", "one expert takes all", "half the slots nowhere")
 
 
-def share(rank: int, tokens: int, choice: str) -> tuple[Tensor, Routing]:
+class Kind(NamedTuple):
+    """A transport, and what it is asked for. generation: of the DeepEP that stands in."""
+
+    name: str
+    generation: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.generation or ''}".strip()
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """Of rows and of gates."""
+        moved = TRANSPORTS[self.name].caps.dtypes
+        return (torch.float64, torch.float64) if moved is None else (moved[0], torch.float32)
+
+
+def values(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Whole numbers where the dtype is narrow: then sums of a few are exact."""
+    if dtype is torch.float64:
+        return torch.randn(shape, generator=generator, dtype=dtype)
+    return torch.randint(-9, 10, shape, generator=generator).to(dtype)
+
+
+def share(kind: Kind, rank: int, tokens: int, choice: str) -> tuple[Tensor, Routing]:
     """x[t] = (rank, t, ...), so that a row says where it came from."""
     generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(tokens, H, generator=generator, dtype=torch.float64)
+    rows, gates_dtype = kind.dtypes
+    x = values((tokens, H), generator, rows)
     x[:, 0], x[:, 1] = rank, torch.arange(tokens)
     ids = torch.rand(tokens, E, generator=generator).argsort(1)[:, :K].int()
     if choice == "one expert takes all":
@@ -34,29 +61,31 @@ def share(rank: int, tokens: int, choice: str) -> tuple[Tensor, Routing]:
         ids[:, 0] = E - 1
     elif choice == "half the slots nowhere":
         ids[torch.rand(tokens, K, generator=generator) < 0.5] = -1
-    gates = torch.rand(tokens, K, generator=generator, dtype=torch.float64)
+    gates = torch.rand(tokens, K, generator=generator, dtype=gates_dtype)
     return x, Routing(ids, gates)
 
 
-def rank_moves(rank, name, world_size, folder, device="cpu"):
+def rank_moves(rank, kind, world_size, folder, device="cpu"):
     """Every cell in one go: starting ranks costs more than the moves."""
     if device == "cpu":
         share_files(folder, programs=6 if world_size == 2 else 2)
+        stand_in(kind.generation)
     else:
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    cells = [(shares, choice) for shares in SHARES for choice in CHOICES]
-    return {c: moves(rank, name, SHARES[c[0]][:world_size], c[1], device) for c in cells}
+    orders = (False,) if TRANSPORTS[kind.name].caps.deterministic else (False, True)
+    cells = [(shares, choice, order) for shares in SHARES for choice in CHOICES for order in orders]
+    return {cell: moves(rank, kind, world_size, *cell, device) for cell in cells}
 
 
-def moves(rank, name, tokens, choice, device):
-    ep = ExpertParallel.resolve(dist.group.WORLD)
-    transport = make_transport(name, ep, max_tokens_per_rank=MOST)
-    x, routing = share(rank, tokens[rank], choice)
+def moves(rank, kind, world_size, shares, choice, deterministic, device):
+    ep, tokens = ExpertParallel.resolve(dist.group.WORLD), SHARES[shares][:world_size]
+    transport = make_transport(kind.name, ep, max_tokens_per_rank=MOST, deterministic=deterministic)
+    x, routing = share(kind, rank, tokens[rank], choice)
     x, routing = x.to(device), Routing(routing.ids.to(device), routing.gate_weights.to(device))
     plan, rows, gates = transport.dispatch(x, routing, E)
     generator = torch.Generator().manual_seed(50 + rank)
-    back_rows = torch.randn(rows.shape, generator=generator, dtype=rows.dtype).to(device)
-    back_gates = torch.randn(gates.shape, generator=generator, dtype=gates.dtype).to(device)
+    back_rows = values(rows.shape, generator, rows.dtype).to(device)
+    back_gates = values(gates.shape, generator, gates.dtype).to(device)
     back_gates = back_gates.masked_fill(plan.local_ids < 0, 0.0)
     found = {
         "rows": rows,
@@ -68,25 +97,27 @@ def moves(rank, name, tokens, choice, device):
         "back_rows": back_rows,
         "combined": transport.combine(plan, back_rows),
         "back_gates": back_gates,
+        "replayed_gates": transport.replay_gates(plan, routing.gate_weights),
         "combined_gates": transport.combine_gates(plan, back_gates),
     }
     repeats = all(torch.equal(transport.combine(plan, back_rows), found["combined"]) for _ in "123")
     unkept = transport.combine(plan, transport.replay(plan, x, keep=False))
     repeats &= torch.equal(unkept, transport.combine(plan, rows))
     on_cpu = {what: value.cpu().clone() for what, value in found.items()}
-    return {**on_cpu, "max_packed": plan.max_packed, "repeats": repeats}
+    in_order = transport.caps.deterministic
+    return {**on_cpu, "max_packed": plan.max_packed, "repeats": repeats, "in_order": in_order}
 
 
-def expected_arrivals(name, world_size, tokens, choice, rank):
+def expected_arrivals(kind, world_size, tokens, choice, rank):
     """Rows, local ids and gates that rank must see: a loop over all tokens of all ranks."""
     each = E // world_size
     rows, ids, gates = [], [], []
     for source in range(world_size):
-        x, routing = share(source, tokens[source], choice)
+        x, routing = share(kind, source, tokens[source], choice)
         for t in range(len(x)):
             local = [i - rank * each for i in routing.ids[t].tolist()]
             local = [i if 0 <= i < each else -1 for i in local]
-            if max(local) >= 0 or name == "local":  # on one rank the arrived rows ARE x
+            if max(local) >= 0 or kind.name == "local":  # on one rank the arrived rows ARE x
                 rows.append(x[t])
                 ids.append(local)
                 gates.append(routing.gate_weights[t])
@@ -95,21 +126,28 @@ def expected_arrivals(name, world_size, tokens, choice, rank):
     return torch.stack(rows), torch.tensor(ids, dtype=torch.int32), torch.stack(gates)
 
 
+KINDS = [Kind(name) for name in TRANSPORTS if name != "deepep"]
+KINDS += [Kind("deepep", generation) for generation in GENERATIONS]
 MARKS = {"symm": [needs_interpreter], ("symm", 8): [pytest.mark.slow]}  # two minutes of it
 RUNS = [
-    pytest.param(name, ranks, marks=MARKS.get(name, []) + MARKS.get((name, ranks), []))
-    for name in TRANSPORTS
+    pytest.param(
+        kind, ranks, marks=MARKS.get(kind.name, []) + MARKS.get((kind.name, ranks), []), id=where
+    )
+    for kind in KINDS
     for ranks in (1, 2, 3, 4, 8)
+    if (where := f"{kind}, {ranks}")
 ]
 
 
-@pytest.mark.parametrize("name, world_size", RUNS)
-def test_moves(name, world_size, tmp_path):
-    most = TRANSPORTS[name].caps.max_ranks or world_size
+@pytest.mark.parametrize("kind, world_size", RUNS)
+def test_moves(kind, world_size, tmp_path):
+    most = TRANSPORTS[kind.name].caps.max_ranks or world_size
     if world_size > most:
-        pytest.skip(f"caps of {name}: it serves {most} ranks at most, not {world_size}")
+        pytest.skip(f"caps of {kind}: it serves {most} ranks at most, not {world_size}")
+    if kind.generation == "v1" and world_size not in V1_RANKS:
+        pytest.skip(f"{kind}: DeepEP v1 serves {V1_RANKS} ranks of a host, not {world_size}")
     check_cells(
-        name, run_ranks(rank_moves, world_size, name, world_size, str(tmp_path), timeout=240.0)
+        kind, run_ranks(rank_moves, world_size, kind, world_size, str(tmp_path), timeout=240.0)
     )
 
 
@@ -117,46 +155,64 @@ def test_moves(name, world_size, tmp_path):
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", ON_GPUS)
 def test_moves_on_gpus(name, world_size, require_gpu):
-    how = ON_GPUS[name]
-    check_cells(name, run_ranks(rank_moves, world_size, name, world_size, None, "cuda", **how))
+    how, kind = ON_GPUS[name], Kind(name)
+    check_cells(kind, run_ranks(rank_moves, world_size, kind, world_size, None, "cuda", **how))
 
 
-def check_cells(name, ranks):
-    for shares, choice in ranks[0]:
+def check_cells(kind, ranks):
+    for cell in ranks[0]:
+        shares, choice, deterministic = cell
         tokens = SHARES[shares][: len(ranks)]
-        check_moves(name, tokens, choice, [got[shares, choice] for got in ranks])
+        check_moves(kind, tokens, choice, deterministic, [got[cell] for got in ranks])
 
 
-def check_moves(name, tokens, choice, ranks):
+def check_moves(kind, tokens, choice, deterministic, ranks):
     for rank, got in enumerate(ranks):
-        rows, local_ids, gates = expected_arrivals(name, len(tokens), tokens, choice, rank)
+        assert got["in_order"] >= deterministic
+        rows, local_ids, gates = expected_arrivals(kind, len(tokens), tokens, choice, rank)
         room = got["local_ids"].numel()
         somebodys = (got["local_ids"] >= 0).any(1)  # others are of buffers of a fixed size
-        if name == "local":
+        if kind.name == "local":
             somebodys[:] = True
-        out = ("rows", "replayed", "unkept", "replayed, unkept")
-        for what in (*out, "gates", "local_ids", "back_rows", "back_gates"):
+        arrived = {"unkept": got.pop("unkept")[: len(somebodys)][somebodys]}
+        out = ("rows", "replayed", "replayed, unkept")
+        beside = ("gates", "replayed_gates", "local_ids", "back_rows", "back_gates")
+        for what in (*out, *beside):
             got[what] = got[what][somebodys]
+        if not got["in_order"]:  # then a plan has an order of its own, and each dispatch a plan
+            order = by_token(got["rows"])
+            got |= {what: got[what][order] for what in (*out, *beside)}
+            arrived["unkept"] = arrived["unkept"][by_token(arrived["unkept"])]
+        arrived |= {what: got[what] for what in out}
         assert torch.equal(got["local_ids"], local_ids)
-        for what in out:
-            assert_close(got[what], rows, name=f"rows ({what})", tolerance=0.0)
+        for what, found in arrived.items():
+            assert_close(found, rows, name=f"rows ({what})", tolerance=0.0)
         here = local_ids >= 0
         assert int(here.sum()) <= got["max_packed"] <= room
-        assert_close(got["gates"][here], gates[here], name="gates", tolerance=0.0)
-        assert got["repeats"] or not TRANSPORTS[name].caps.deterministic
+        for what in ("gates", "replayed_gates"):
+            assert_close(got[what][here], gates[here], name=what, tolerance=0.0)
+            got[what] = got[what].masked_fill(~here, 0.0)
+        assert got["repeats"]
     # <dispatch(x), r> = <x, combine(r)>, summed over ranks: each is the other's transpose
-    outward = sum((got["rows"] * got["back_rows"]).sum() for got in ranks)
-    inward = sum(
-        (share(rank, tokens[rank], choice)[0] * got["combined"]).sum()
-        for rank, got in enumerate(ranks)
-    )
+    given = [share(kind, rank, count, choice) for rank, count in enumerate(tokens)]
+    outward = sum(inner(got["rows"], got["back_rows"]) for got in ranks)
+    inward = sum(inner(x, got["combined"]) for (x, _), got in zip(given, ranks, strict=True))
     assert_close(inward, outward, name="adjoint of the rows")
-    outward = sum((got["gates"] * got["back_gates"]).sum() for got in ranks)
+    outward = sum(inner(got["gates"], got["back_gates"]) for got in ranks)
     inward = sum(
-        (share(rank, tokens[rank], choice)[1].gate_weights * got["combined_gates"]).sum()
-        for rank, got in enumerate(ranks)
+        inner(routing.gate_weights.masked_fill(routing.ids < 0, 0.0), got["combined_gates"])
+        for (_, routing), got in zip(given, ranks, strict=True)
     )
     assert_close(inward, outward, name="adjoint of the gates")
+
+
+def inner(one: Tensor, other: Tensor) -> Tensor:
+    return (one.double() * other.double()).sum()
+
+
+def by_token(rows: Tensor) -> Tensor:
+    """Their order by (source rank, source token), which they hold."""
+    return (rows[:, 0].double() * MOST + rows[:, 1].double()).argsort()
 
 
 def test_unknown_transport():
@@ -183,7 +239,7 @@ def rank_of_small_group(rank):
 
 
 def moves_of(transport, tokens):
-    x, routing = share(0, tokens, "random")
+    x, routing = share(Kind("collective"), 0, tokens, "random")
     return len(transport.dispatch(x, routing, E).rows)
 
 

@@ -9,3 +9,19 @@ unwritten with values that show: NaN, or ids that look valid.
 (2.5), with neither of the other names. `tests/dispatch/test_deepep_signatures.py` compares their
 parameters with the real packages.
 """
+
+import importlib
+import os
+
+GENERATIONS = {"v1": "v1", "v2": "v2", "v2.5": "v25"}
+
+
+def stand_in(generation: str | None) -> None:
+    """In this process the adapters find that generation."""
+    from ep_moe.dispatch import deepep_buffers
+
+    if generation is None:
+        return
+    os.environ["EP_DISABLE_GIN"] = "1"  # as `load` does where there is no network card
+    fake = importlib.import_module(f"{__name__}.{GENERATIONS[generation]}")
+    deepep_buffers.load = lambda ranks: fake

@@ -1,0 +1,183 @@
+"""DeepEP, of whatever generation is installed, as one of our transports.
+
+Rows go out once for each rank that needs them, as ours do, and come back as a sum that the experts'
+side has weighted. No host sync: `max_tokens_per_rank`, raised to a power of two, bounds what may
+arrive, and DeepEP compiles its kernels for that number, the width and the choices. What it cannot
+do is hidden here: rows are padded to a width that it combines, ids and gates get its dtypes, gates
+alone travel as if they were rows. It moves bf16, for it can add up nothing else.
+
+All layers of a group share one buffer, as large as the largest of them needs.
+"""
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ep_moe.dispatch import deepep_buffers as buffers
+from ep_moe.dispatch.deepep_buffers import WIDTH, Buffer, Room
+from ep_moe.dispatch.moves import capturing, stage
+from ep_moe.dispatch.protocol import Caps, Sent
+from ep_moe.errors import BackendUnavailable, ConfigError, InputError
+from ep_moe.parallel import ExpertParallel
+from ep_moe.types import Routing
+
+SMS, MOST_SMS = 16, 128  # multiprocessors that a move takes
+MOVED = torch.bfloat16
+
+log = logging.getLogger("ep_moe")
+
+
+@dataclass(frozen=True, eq=False)
+class DeepEPPlan:
+    """local_ids   (A,K) int32 of W * bound rows, -1 where none arrived.
+    buffer, handle what DeepEP learned, and the buffer whose it is.
+    max_packed     choices that may live here.
+    call           the number of this dispatch among those of its layer.
+    """
+
+    local_ids: Tensor
+    buffer: Buffer
+    handle: Any
+    max_packed: int
+    call: int
+
+
+class DeepEPTransport:
+    name: ClassVar[str] = "deepep"
+    caps: Caps = Caps(
+        needs_group=True,
+        max_ranks=None,
+        deterministic=False,
+        graphable=True,
+        fixed_size=True,
+        dtypes=(MOVED,),
+    )
+
+    def __init__(
+        self,
+        ep: ExpertParallel,
+        max_tokens_per_rank: int | None = None,
+        *,
+        deterministic: bool = False,
+    ) -> None:
+        assert max_tokens_per_rank is not None  # `make_transport` has seen to it
+        self.ep, self.max_tokens = ep, max_tokens_per_rank
+        self.bound = 1 << (max_tokens_per_rank - 1).bit_length()
+        self.caps = replace(self.caps, deterministic=deterministic)
+        self.sms = SMS  # may be set before the first call, alike on every rank
+        self.layer, self.calls, self.agreed = next(ep.peers.layers), 0, False
+
+    def __deepcopy__(self, _: dict[int, Any]) -> "DeepEPTransport":
+        copy = DeepEPTransport(
+            self.ep, self.max_tokens, deterministic=self.caps.deterministic
+        )  # of a layer of its own
+        copy.sms = self.sms
+        return copy
+
+    def dispatch(self, x: Tensor, routing: Routing, num_experts: int, *, keep: bool = True) -> Sent:
+        if len(x) > self.max_tokens:
+            rule = f"of at most max_tokens_per_rank = {self.max_tokens} tokens (or slots, if exact)"
+            raise InputError("x", f"of {len(x)}", rule)
+        gates = routing.gate_weights
+        if x.dtype != MOVED or gates.dtype != torch.float32:
+            raise InputError(
+                "x and gate_weights",
+                f"{x.dtype} and {gates.dtype}",
+                f"{MOVED} and torch.float32 with transport = 'deepep': cast the layer with "
+                ".to(torch.bfloat16), use autocast, or take symm or collective",
+            )
+        self.calls += 1
+        self._agree()
+        rows, top_k = _padded(x), routing.ids.shape[1]
+        buffer = self._buffer(Room(self.bound, rows.shape[1], top_k), x.device)
+        # The handle keeps them for every later move, and looks whether they are what they were.
+        ids = routing.ids.to(torch.int64, copy=True)
+        with self._move(self.calls, "rows out"):
+            received = buffer.dispatch(rows, ids, gates.contiguous(), num_experts)
+        arrived = torch.arange(len(received.rows), device=x.device) < received.count
+        local_ids = received.ids.masked_fill(~arrived[:, None], -1).clamp_(min=-1).int()
+        plan = DeepEPPlan(local_ids, buffer, received.handle, local_ids.numel(), self.calls)
+        return Sent(plan, _cut(received.rows, x.shape[1]), received.gates)
+
+    def replay(self, plan: DeepEPPlan, x: Tensor, *, keep: bool = True) -> Tensor:
+        with self._move(plan.call, "rows out"):
+            return _cut(plan.buffer.replay(plan.handle, _padded(x)), x.shape[1])
+
+    def replay_gates(self, plan: DeepEPPlan, gates: Tensor) -> Tensor:
+        """As bf16 rows of twice as many columns, whose bits nobody looks at."""
+        with self._move(plan.call, "gates out"):
+            bits = gates.contiguous().view(MOVED)
+            moved = plan.buffer.replay(plan.handle, _padded(bits))
+        return _cut(moved, bits.shape[1]).view(gates.dtype)
+
+    def combine(self, plan: DeepEPPlan, rows: Tensor) -> Tensor:
+        with self._move(plan.call, "rows back"):
+            summed, _ = plan.buffer.combine(plan.handle, _padded(rows))
+        return _cut(summed, rows.shape[1])
+
+    def combine_gates(self, plan: DeepEPPlan, gates: Tensor) -> Tensor:
+        """Beside the narrowest rows that there are, of zeros: gates do not travel back alone."""
+        rows = gates.new_zeros(len(gates), WIDTH, dtype=MOVED)
+        with self._move(plan.call, "gates back"):
+            return plan.buffer.combine(plan.handle, rows, gates.contiguous())[1]
+
+    def _move(self, call: int, what: str) -> AbstractContextManager[None]:
+        if capturing():
+            return nullcontext()
+        return self.ep.waiting(stage(self.layer, call, what))
+
+    def _agree(self) -> None:
+        """In the first call: have all ranks been told the same? Kernels are made for the bound, and
+        ranks of different ones would write over each other's rows."""
+        if self.agreed or capturing():
+            return
+        if not 1 <= self.sms <= MOST_SMS or self.sms % 2:
+            raise ConfigError("sms", self.sms, f"an even number up to {MOST_SMS}")
+        mine = (self.bound, self.sms, self.caps.deterministic)
+        told = self.ep.peers.gather(mine, f"the first call of layer {self.layer}")
+        names = ("max_tokens_per_rank", "sms", "deterministic")
+        for name, values in zip(names, zip(*told, strict=True), strict=True):
+            if len(set(values)) > 1:
+                rule = "the same on every rank (max_tokens_per_rank: the same power of two)"
+                raise ConfigError(name, list(values), rule)
+        self.agreed = True
+
+    def _buffer(self, room: Room, device: torch.device) -> Buffer:
+        """The group's, made or made larger where it must be. Plans keep the one they were made in;
+        every rank comes here alike, for it is with all of them that one is made."""
+        shared = self.ep.peers.shared
+        key = f"{self.name}, deterministic" if self.caps.deterministic else self.name
+        buffer: Buffer | None = shared.get(key)
+        if buffer is None or not buffer.room.holds(room):
+            if capturing():
+                raise BackendUnavailable(
+                    "transport = 'deepep' cannot make its buffer while a CUDA graph is captured: "
+                    "run it before, forward and backward, or call layer.warmup(tokens)"
+                )
+            if buffer is not None:
+                room = room.with_room_for(buffer.room)
+            buffer = shared[key] = buffers.make_buffer(
+                buffers.load(self.ep.size),
+                self.ep,
+                room,
+                device,
+                deterministic=self.caps.deterministic,
+                sms=self.sms,
+            )
+            log.info("transport deepep: a buffer of %.3g GB, for %s", buffer.bytes / 1e9, room)
+        return buffer
+
+
+def _padded(values: Tensor) -> Tensor:
+    """(n,H) -> as wide as DeepEP can combine."""
+    missing = -values.shape[1] % WIDTH
+    return F.pad(values, (0, missing)) if missing else values.contiguous()
+
+
+def _cut(values: Tensor, columns: int) -> Tensor:
+    return values if values.shape[1] == columns else values[:, :columns].contiguous()

@@ -1,0 +1,225 @@
+"""One face for the three incompatible libraries that are all imported as `deep_ep`.
+
+They differ in the name of their class, in what they return, and in who may be left out of what:
+V1 `Buffer`, V2.0 and V2.1 `ElasticBuffer`, V2.5 `EPBuffer`. All are called without a host sync, so
+that sizes stay on the device: outputs have room for the most rows that could arrive, and how many
+did is a tensor.
+
+Source: https://github.com/deepseek-ai/DeepEP, its Python files and what they were seen to do.
+"""
+
+import os
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ep_moe.dispatch.needs import needs_of, unmet
+from ep_moe.errors import BackendUnavailable
+from ep_moe.host import BUFFERS, Host
+from ep_moe.parallel import ExpertParallel
+
+WIDTH = 256  # columns of a row come in multiples of it: combine is compiled for no other
+
+
+class Room(NamedTuple):
+    """What a buffer is made for: tokens of a rank at most, columns of a row, choices of a token."""
+
+    tokens: int
+    columns: int
+    top_k: int
+
+    def holds(self, other: "Room") -> bool:
+        return all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
+
+    def with_room_for(self, other: "Room") -> "Room":
+        return Room(*map(max, self, other))
+
+
+class Received(NamedTuple):
+    """Of W * tokens rows each, of which the first `count` arrived.
+
+    rows    (A,H)
+    ids     (A,K), counted from this rank's first expert; -1 = elsewhere
+    gates   (A,K) fp32, anything where an expert is elsewhere
+    count   scalar, on the device
+    handle  what the way back and the next way out need
+    """
+
+    rows: Tensor
+    ids: Tensor
+    gates: Tensor
+    count: Tensor
+    handle: Any
+
+
+class Buffer(Protocol):
+    """bytes: of memory that it holds on this GPU."""
+
+    room: Room
+    bytes: int
+
+    def dispatch(self, x: Tensor, ids: Tensor, gates: Tensor, num_experts: int) -> Received:
+        """x (T,H), ids (T,K) int64 that nobody changes, gates (T,K) fp32."""
+        ...
+
+    def replay(self, handle: Any, x: Tensor) -> Tensor:
+        """(T,H), of any two-byte dtype and as wide as the room or less -> (A,H)"""
+        ...
+
+    def combine(self, handle: Any, rows: Tensor, gates: Tensor | None = None) -> Any:
+        """bf16 (A,H) -> (T,H), the sum over ranks, and so for gates (A,K) fp32, 0 where an expert
+        is elsewhere -> (T,K) or None"""
+        ...
+
+
+def load(ranks: int) -> ModuleType:
+    """`deep_ep`, after a look at what it needs: importing it where NCCL does not fit would end in
+    an assertion about a file.
+
+    Raises BackendUnavailable that says what is missing and what to install.
+    """
+    host = Host.look()
+    missing = unmet(needs_of("deepep", host, ranks))
+    if missing:
+        reasons = "; ".join(f"{n.what}: {n.has}, needs {n.needs} ({n.remedy})" for n in missing)
+        raise BackendUnavailable(
+            f"transport = 'deepep' cannot run here: {reasons}. `ep-moe doctor` shows all of it; "
+            "transports auto, symm and collective need no DeepEP"
+        )
+    if not host.network_cards:
+        os.environ.setdefault("EP_DISABLE_GIN", "1")  # it would look for RDMA, and fail without
+    try:
+        import deep_ep  # pyright: ignore[reportMissingImports]
+    except (ImportError, OSError, AssertionError) as error:
+        raise BackendUnavailable(
+            f"transport = 'deepep' cannot import deep_ep: {error}. It wants one NCCL in the "
+            "process, the very file that it was linked with: README, DeepEP"
+        ) from error
+    return deep_ep
+
+
+def make_buffer(
+    library: ModuleType,
+    ep: ExpertParallel,
+    room: Room,
+    device: torch.device,
+    *,
+    deterministic: bool,
+    sms: int,
+) -> Buffer:
+    """A buffer of whatever generation the library is. Every rank comes here."""
+    for name in BUFFERS:
+        if hasattr(library, name):
+            make = _GENERATIONS[name]
+            return make(library, ep, room, device, deterministic=deterministic, sms=sms)
+    raise BackendUnavailable(
+        f"deep_ep at {library.__file__} has none of the classes {', '.join(BUFFERS)}: it is of a "
+        "generation that this version of ep_moe does not know"
+    )
+
+
+class _Elastic:
+    """V2: `ElasticBuffer`, and `EPBuffer`, which takes the same calls."""
+
+    def __init__(
+        self,
+        library: ModuleType,
+        ep: ExpertParallel,
+        room: Room,
+        device: torch.device,
+        *,
+        deterministic: bool,
+        sms: int,
+    ) -> None:
+        group = ep.group
+        if device.type == "cuda" and "nccl" not in dist.get_backend(group):
+            raise BackendUnavailable(
+                "transport = 'deepep' needs a group of NCCL, and this one is of "
+                f"{dist.get_backend(group)}: init_process_group('nccl'), or a new_group of it"
+            )
+        # It takes over the group's communicator, which does not exist before a first collective.
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        self.room, self.sms = room, sms
+        seconds = max(1, int(min(ep.peers.timeout, 2**30)))
+        kind = getattr(library, "EPBuffer", None) or library.ElasticBuffer
+        self.buffer = kind(
+            group,
+            num_max_tokens_per_rank=room.tokens,
+            hidden=room.columns,
+            num_topk=room.top_k,
+            deterministic=deterministic,
+            num_cpu_timeout_secs=seconds,
+            num_gpu_timeout_secs=seconds,
+            explicitly_destroy=True,  # its destructor would wait for the other ranks
+        )
+        self.bytes = self.buffer.num_bytes
+
+    def dispatch(self, x: Tensor, ids: Tensor, gates: Tensor, num_experts: int) -> Received:
+        rows, local_ids, arrived_gates, handle, _ = self.buffer.dispatch(
+            x,
+            topk_idx=ids,
+            topk_weights=gates,
+            num_experts=num_experts,
+            num_max_tokens_per_rank=self.room.tokens,
+            num_sms=self.sms,
+            do_handle_copy=False,
+            do_cpu_sync=False,
+        )
+        count = handle.psum_num_recv_tokens_per_scaleup_rank[-1]
+        return Received(rows, local_ids, arrived_gates, count, handle)
+
+    def replay(self, handle: Any, x: Tensor) -> Tensor:
+        return self.buffer.dispatch(x, handle=handle, num_sms=self.sms, do_handle_copy=False)[0]
+
+    def combine(self, handle: Any, rows: Tensor, gates: Tensor | None = None) -> Any:
+        return self.buffer.combine(rows, handle, topk_weights=gates, num_sms=self.sms)[:2]
+
+
+class _First:
+    """V1: `Buffer`, of one host. Rows come in order, so it is always deterministic."""
+
+    def __init__(
+        self,
+        library: ModuleType,
+        ep: ExpertParallel,
+        room: Room,
+        device: torch.device,
+        *,
+        deterministic: bool,
+        sms: int,
+    ) -> None:
+        kind, self.room, self.ranks = library.Buffer, room, ep.size
+        kind.set_num_sms(sms)
+        self.out, self.back = kind.get_dispatch_config(ep.size), kind.get_combine_config(ep.size)
+        row_bytes = room.columns * 2
+        self.bytes = max(
+            config.get_nvl_buffer_size_hint(row_bytes, ep.size) for config in (self.out, self.back)
+        )
+        self.buffer = kind(ep.group, num_nvl_bytes=self.bytes, explicitly_destroy=True)
+
+    def dispatch(self, x: Tensor, ids: Tensor, gates: Tensor, num_experts: int) -> Received:
+        to_rank, _, to_expert, goes, _ = self.buffer.get_dispatch_layout(ids, num_experts)
+        rows, local_ids, arrived_gates, _, handle, _ = self.buffer.dispatch(
+            x,
+            num_tokens_per_rank=to_rank,
+            is_token_in_rank=goes,
+            num_tokens_per_expert=to_expert,
+            topk_idx=ids,
+            topk_weights=gates,
+            num_worst_tokens=self.ranks * self.room.tokens,
+            config=self.out,
+        )
+        count = (local_ids >= 0).any(1).sum()  # rows beyond it have no id
+        return Received(rows, local_ids, arrived_gates, count, handle)
+
+    def replay(self, handle: Any, x: Tensor) -> Tensor:
+        return self.buffer.dispatch(x, handle=handle, config=self.out)[0]
+
+    def combine(self, handle: Any, rows: Tensor, gates: Tensor | None = None) -> Any:
+        return self.buffer.combine(rows, handle, topk_weights=gates, config=self.back)[:2]
+
+
+_GENERATIONS = {"EPBuffer": _Elastic, "ElasticBuffer": _Elastic, "Buffer": _First}
