@@ -94,8 +94,7 @@ def _auto(host: Host, ranks: int, findings: tuple[Finding, ...]) -> Auto:
     if ranks == 1:
         return Auto("local", ("local",), "local, for one rank")
     can_run = {finding.transport for finding in findings if finding.usable is not False}
-    names = MEASURED if host.gpus else ("collective",)
-    among = [name for name in names if name in can_run]
+    among = [name for name in MEASURED if name in can_run]
     if not among:
         return Auto(None, (), f"nothing can run {ranks} ranks here: collective says why, above")
     fixed = [name for name in among if name in FIXED_SIZE]

@@ -28,6 +28,7 @@ Generation = Literal["v1", "v2", "v2.5"]
 # The class that a generation of DeepEP is used through, the newest first.
 BUFFERS: dict[str, Generation] = {"EPBuffer": "v2.5", "ElasticBuffer": "v2", "Buffer": "v1"}
 DEEPEP_DISTRIBUTIONS = ("deep_ep", "deepinfer-ep", "sgl-deep-ep")
+TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 SWITCHES = ("NCCL_MULTI_RANK_GPU_ENABLE", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES")
 SECONDS = 30  # for a program that is asked; a driver in trouble may never answer
@@ -129,7 +130,7 @@ class Host:
             distributed=dist.is_available(),
             gloo=_attempt(dist.is_gloo_available, False),
             nccl=_attempt(_nccl, None),
-            triton=_attempt(lambda: metadata.version("triton"), None),
+            triton=_attempt(_triton, None),
             nvcc=_attempt(_nvcc, None),
             symmetric_memory=_attempt(_symmetric_memory, False),
             network_cards=_attempt(_network_cards, ()),
@@ -277,6 +278,11 @@ def nccl_version(library: ctypes.CDLL) -> str | None:
         return None
     major, rest = divmod(number.value, 10000)
     return f"{major}.{rest // 100}.{rest % 100}"
+
+
+def _triton() -> str | None:
+    versions = (_attempt(lambda n=name: metadata.version(n), None) for name in TRITON_DISTRIBUTIONS)
+    return next((version for version in versions if version), None)
 
 
 def _nvcc() -> Nvcc | None:

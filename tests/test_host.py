@@ -157,7 +157,7 @@ def test_a_distribution_elsewhere_is_not_the_package_that_hides_it(package, tmp_
     info = tmp_path / "site" / "deep_ep-9.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: deep_ep\nVersion: 9\n")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "site")])
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "site"), *sys.path])
     assert host.metadata.version("deep_ep") == "9"
     found = Host.look().deepep
     assert found is not None
@@ -321,6 +321,17 @@ def test_nvcc_is_the_first_that_answers(tmp_path, monkeypatch):
     assert host._nvcc() == host.Nvcc("12.8", second)
     monkeypatch.delenv("CUDA_PATH")
     assert host._nvcc() == host.Nvcc("13.1", third)
+
+
+@pytest.mark.parametrize("name", host.TRITON_DISTRIBUTIONS)
+def test_triton_by_any_of_its_names(name, monkeypatch):
+    def version(of):
+        if of != name:
+            raise host.metadata.PackageNotFoundError(of)
+        return "3.6.0"
+
+    monkeypatch.setattr(host.metadata, "version", version)
+    assert Host.look().triton == "3.6.0"
 
 
 def test_network_cards(tmp_path):

@@ -9,7 +9,7 @@ import sys
 
 for name in {blocked!r}:
     sys.modules[name] = None  # what an import then finds is what it finds where it is not installed
-import torch, ep_moe, ep_moe.testing, ep_moe.cli, ep_moe.oracle
+import torch, ep_moe, ep_moe.testing, ep_moe.cli, ep_moe.doctor, ep_moe.oracle
 assert "torch._dynamo" not in sys.modules
 config = ep_moe.MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2)
 y, _ = ep_moe.MoELayer(config)(torch.randn(3, 8))

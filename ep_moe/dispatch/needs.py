@@ -218,11 +218,17 @@ def _between(host: Host, ranks: int, kind: Literal["access", "atomics"]) -> Need
 def _capability(host: Host) -> Need:
     major, minor = DEEPEP_CAPABILITY
     least = min(host.gpus, key=lambda gpu: gpu.capability, default=None)
+    words, met = "no GPUs", False
+    if least and host.cuda is None:  # torch for ROCm, whose numbers mean something else
+        words = f"none of CUDA's ({least.name})"
+    elif least:
+        words = f"sm_{least.capability[0]}{least.capability[1]} ({least.name})"
+        met = least.capability >= DEEPEP_CAPABILITY
     return _need(
         "architecture",
         f"sm_{major}{minor} or newer",
-        f"sm_{least.capability[0]}{least.capability[1]} ({least.name})" if least else "no GPUs",
-        least is not None and least.capability >= DEEPEP_CAPABILITY,
+        words,
+        met,
         "use Hopper GPUs or newer ones, or symm or collective" if least else _no_gpu(host)[1],
     )
 

@@ -182,6 +182,15 @@ def test_deepep_without(what, deepep):
     assert remedies.get(deepep.generation, "") in missing.get(what, "")
 
 
+def test_a_gpu_of_another_maker_is_no_hopper():
+    """gfx942 calls itself (9, 4)."""
+    other = replace(H200, name="AMD Instinct MI300X", capability=(9, 4))
+    host = replace(TWO, cuda=None, gpus=(other, other), deepep=V1)
+    said = lacking("deepep", host, 2)
+    assert list(said) == ["architecture"]
+    assert "none of CUDA's (AMD Instinct MI300X)" in said["architecture"]
+
+
 @pytest.mark.parametrize(
     "deepep, changes, met",
     [
