@@ -262,6 +262,7 @@ def handles_and_their_ids(group):
     wanted = old.combine(rows, handle)[0]
     ids.fill_(-1)
     assert torch.equal(old.combine(rows, handle)[0], wanted)
+    assert not hasattr(v2.EventOverlap, "wait")
     ids = share(0)[1]
     event = new.dispatch(
         x, ids, weights, async_with_compute_stream=True, defer_epilogue=True, **how

@@ -39,6 +39,9 @@ class EventOverlap(core.EventOverlap):
         self.hook_after_wait: Callable[[], Any] | None = None
 
     def current_stream_wait(self, release_handle: bool = False) -> Any:
+        self._wait(release_handle)
+
+    def _wait(self, release_handle: bool) -> Any:
         super().current_stream_wait()
         hook, self.hook_after_wait = self.hook_after_wait, None
         result = hook() if hook is not None else None
@@ -209,7 +212,9 @@ class Base:
         """As on a machine whose link speed cannot be read."""
         assert num_scaleout_topk == 0
         assert num_experts % self.num_ranks == 0
-        return core.NUM_DEVICE_SMS if self.num_ranks == 1 else 4
+        if self.num_ranks == 1:
+            return core.NUM_DEVICE_SMS
+        return 4 if self.prefer_overlap_with_compute else 64
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         wanted = num_sms * 16 + 1 if self.allow_hybrid_mode else min(num_sms, 9)

@@ -183,6 +183,10 @@ class Buffer(v1.Buffer):
             allow_nvlink_for_low_latency_mode, allow_mnnvl, explicitly_destroy, comm,
         )  # fmt: skip
 
+    @staticmethod
+    def capture() -> EventOverlap:
+        return EventOverlap(EventHandle())
+
     def dispatch(
         self,
         x: Tensor | tuple[Tensor, Tensor],

@@ -17,6 +17,11 @@ __version__ = "2.5.0"
 
 
 class EventOverlap(elastic.EventOverlap):
+    """The wait returns what a deferred epilogue made."""
+
+    def current_stream_wait(self, release_handle: bool = False) -> Any:
+        return self._wait(release_handle)
+
     def wait(self) -> Any:
         return self.current_stream_wait()
 
