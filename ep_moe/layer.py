@@ -67,7 +67,10 @@ class MoELayer(nn.Module):
         most = config.max_tokens_per_rank
         if most is not None and config.numerics == "exact":
             most *= config.top_k  # each slot travels as a token of its own
-        self.transport = make_transport(config.transport, self.ep, max_tokens_per_rank=most)
+        ordered = config.numerics == "exact" or torch.are_deterministic_algorithms_enabled()
+        self.transport = make_transport(
+            config.transport, self.ep, max_tokens_per_rank=most, deterministic=ordered
+        )
         balance = Ranks.resolve(self.ep if balance_over is None else balance_over)
         self.router = Router(config, reduce=balance.sum, num_ranks=balance.size)
         self.experts = Experts(config, self.ep)

@@ -91,6 +91,12 @@ class DeepEPTransport:
                 f"{MOVED} and torch.float32 with transport = 'deepep': cast the layer with "
                 ".to(torch.bfloat16), use autocast, or take symm or collective",
             )
+        fills = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
+        if fills and torch.are_deterministic_algorithms_enabled():
+            raise BackendUnavailable(
+                "DeepEP refuses to run with torch.use_deterministic_algorithms(True) while torch "
+                "fills new memory: set torch.utils.deterministic.fill_uninitialized_memory = False"
+            )
         self.calls += 1
         self._agree()
         rows, top_k = _padded(x), routing.ids.shape[1]

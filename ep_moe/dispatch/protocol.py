@@ -59,8 +59,9 @@ class Transport(Protocol):
     again; `combine` is its adjoint.
 
     Arrived rows are ordered by source rank, and those of a rank by token where `caps` says
-    deterministic. combine adds in rank order in fp32 and rounds once. Gate values move beside the
-    rows: out whole, back as the sum over ranks, where slots of other ranks must be 0.
+    deterministic. combine adds in fp32, in a fixed order (of the ranks, but for DeepEP), and rounds
+    once. Gate values move beside the rows: out whole, back as the sum over ranks, where slots of
+    other ranks must be 0.
 
     deterministic: asked for where the transport can also do without, which is faster.
     """

@@ -128,7 +128,8 @@ def expected_arrivals(kind, world_size, tokens, choice, rank):
 
 KINDS = [Kind(name) for name in TRANSPORTS if name != "deepep"]
 KINDS += [Kind("deepep", generation) for generation in GENERATIONS]
-MARKS = {"symm": [needs_interpreter], ("symm", 8): [pytest.mark.slow]}  # two minutes of it
+SLOW = {("symm", 8), ("deepep", 8)}  # minutes, on the two cores of a CI machine
+MARKS = {"symm": [needs_interpreter]} | {key: [pytest.mark.slow] for key in SLOW}
 RUNS = [
     pytest.param(
         kind, ranks, marks=MARKS.get(kind.name, []) + MARKS.get((kind.name, ranks), []), id=where
