@@ -5,13 +5,10 @@ import json
 from dataclasses import asdict, dataclass
 from itertools import groupby
 
+from ep_moe.dispatch.auto import MEASURED
 from ep_moe.dispatch.needs import NEEDS, needs_of, unmet
 from ep_moe.errors import ConfigError
 from ep_moe.host import Host, Need, Pair
-
-# `auto` measures these where they can run; those of FIXED_SIZE only with max_tokens_per_rank.
-MEASURED = ("collective", "symm", "deepep")
-FIXED_SIZE = ("symm", "deepep")
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ def _auto(host: Host, ranks: int, findings: tuple[Finding, ...]) -> Auto:
     among = [name for name in MEASURED if name in can_run]
     if not among:
         return Auto(None, (), f"nothing can run {ranks} ranks here: collective says why, above")
-    fixed = [name for name in among if name in FIXED_SIZE]
+    fixed = [name for name in among if MEASURED[name].caps.fixed_size]
     condition = f"{' and '.join(fixed)} only with max_tokens_per_rank in the config"
     if len(among) > 1:
         why = (

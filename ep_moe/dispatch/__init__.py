@@ -6,6 +6,9 @@ A new transport is a file here and its line in TRANSPORTS.
 import logging
 from functools import lru_cache
 
+import torch
+
+from ep_moe.dispatch.auto import AutoTransport
 from ep_moe.dispatch.autograd import combine, dispatch, dispatch_beside
 from ep_moe.dispatch.collective import CollectiveTransport
 from ep_moe.dispatch.deepep import DeepEPTransport
@@ -40,16 +43,20 @@ def make_transport(
     max_tokens_per_rank: int | None = None,
     deterministic: bool = False,
 ) -> Transport:
-    """The transport of that name for these ranks; `auto` takes `local` for one rank and
-    `collective` for more. max_tokens_per_rank: the most rows of x in a call, for those whose
-    buffers have a fixed size.
+    """The transport of that name for these ranks. `auto` takes `local` for one rank; for more the
+    fastest of those that can run, as measured in its first call; and `collective` without GPUs or
+    max_tokens_per_rank: the most rows of x in a call, for transports whose buffers have a fixed
+    size. deterministic: arrived rows in a fixed order, for those that can also do without.
 
     Raises ConfigError for an unknown name or a number of ranks that the transport does not serve.
     """
-    chosen = name
     if name == "auto":
+        if ep.size > 1 and torch.cuda.is_available() and max_tokens_per_rank:
+            return AutoTransport(ep, max_tokens_per_rank, deterministic=deterministic)
         chosen = "local" if ep.size == 1 else "collective"
         _announce(chosen, ep.size)
+    else:
+        chosen = name
     if chosen not in TRANSPORTS:
         raise ConfigError("transport", name, "one of " + ", ".join(["auto", *TRANSPORTS]))
     transport = TRANSPORTS[chosen]
@@ -69,4 +76,6 @@ def make_transport(
 
 @lru_cache  # once, however many layers a model has
 def _announce(chosen: str, ranks: int) -> None:
-    log.info("transport auto: %s for %d rank(s)", chosen, ranks)
+    on_gpus = torch.cuda.is_available() and ranks > 1
+    why = "; with max_tokens_per_rank set, auto also measures symm and deepep" if on_gpus else ""
+    log.info("transport auto: %s for %d rank(s)%s", chosen, ranks, why)

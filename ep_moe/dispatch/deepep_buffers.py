@@ -74,6 +74,10 @@ class Buffer(Protocol):
         is elsewhere -> (T,K) or None"""
         ...
 
+    def close(self) -> None:
+        """Give the memory back, with all other ranks. No plan may use it again."""
+        ...
+
 
 def load(ranks: int) -> ModuleType:
     """`deep_ep`, after a look at what it needs: importing it where NCCL does not fit would end in
@@ -177,6 +181,9 @@ class _Elastic:
     def combine(self, handle: Any, rows: Tensor, gates: Tensor | None = None) -> Any:
         return self.buffer.combine(rows, handle, topk_weights=gates, num_sms=self.sms)[:2]
 
+    def close(self) -> None:
+        self.buffer.destroy()
+
 
 class _First:
     """V1: `Buffer`, of one host. Rows come in order, so it is always deterministic."""
@@ -220,6 +227,9 @@ class _First:
 
     def combine(self, handle: Any, rows: Tensor, gates: Tensor | None = None) -> Any:
         return self.buffer.combine(rows, handle, topk_weights=gates, config=self.back)[:2]
+
+    def close(self) -> None:
+        self.buffer.destroy()
 
 
 _GENERATIONS = {"EPBuffer": _Elastic, "ElasticBuffer": _Elastic, "Buffer": _First}

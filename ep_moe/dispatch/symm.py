@@ -99,6 +99,10 @@ class Window:
         end = places.rows + ranks * most * like.shape[1] * like.element_size()
         return self.memory[places.rows : end].view(like.dtype).view(-1, like.shape[1])
 
+    def close(self) -> None:
+        """Give the memory back. No rank may use it again."""
+        self.memory = self.memory.new_empty(0)
+
     def holds(self, values: Tensor) -> bool:
         return values.untyped_storage().data_ptr() == self.memory.untyped_storage().data_ptr()
 
