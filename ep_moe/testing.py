@@ -121,13 +121,13 @@ def _rank_main(
     environ: Mapping[str, str],
 ) -> None:
     try:
-        # NCCL refuses two ranks on one GPU of one host; with different host ids it goes through
-        # sockets instead.
-        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-        if backend == "nccl" and world_size > torch.cuda.device_count():
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **environ}
+        # NCCL refuses two ranks on one GPU of one host, unless it is of 2.30 or newer and told to
+        # allow it; with different host ids it goes through sockets instead.
+        shared = backend == "nccl" and world_size > torch.cuda.device_count()
+        if shared and "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ:
             os.environ["NCCL_IB_DISABLE"] = "1"
             os.environ["NCCL_HOSTID"] = f"rank{rank}"
-        os.environ |= environ
         torch.set_num_threads(1)
         if backend == "nccl":
             torch.cuda.set_device(rank % torch.cuda.device_count())
