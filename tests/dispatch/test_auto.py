@@ -36,6 +36,10 @@ def prepare(folder, *, deepep=FOUND, ranks=2):
     auto.Host = SimpleNamespace(look=lambda: host)
     share_files(folder)
     stand_in("v2.5")
+    return logged()
+
+
+def logged():
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -282,3 +286,35 @@ def what_is_made(rank):
 def test_auto_measures_only_where_there_is_a_choice():
     expected = ("collective", "collective", "auto", "local")
     assert run_ranks(what_is_made, 2) == [expected, expected]
+
+
+def on_gpus(rank):
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    lines, found = logged(), []
+    for transport in ("collective", "auto"):
+        torch.manual_seed(0)
+        moe = config(hidden_size=256, transport=transport, max_tokens_per_rank=40)
+        layer = MoELayer(moe, dist.group.WORLD).cuda().bfloat16()
+        x = torch.randn(33 + rank, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        y, _ = layer(x)
+        y.square().sum().backward()
+        found.append([y.detach().cpu(), x.grad.cpu(), layer.experts.w_down.grad.cpu()])
+    return found, layer.transport.chosen.name, lines
+
+
+@pytest.mark.gpu
+def test_auto_on_gpus(require_gpu):
+    """Where ranks share a GPU the times mean nothing; the choice is one all the same. DeepEP takes
+    part where it is installed."""
+    switches = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+    if auto.Host.look().deepep is not None:
+        switches["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    ranks = run_ranks(on_gpus, 2, backend="nccl", timeout=160.0, environ=switches)
+    (said,) = [line for line in ranks[0][2] if line.startswith("transport auto")]
+    print(said)
+    assert ranks[0][1] == ranks[1][1]
+    assert "symm " in said
+    assert "collective " in said
+    for (expected, got), _, _ in ranks:
+        for what, one, other in zip(("y", "dx", "dw"), got, expected, strict=True):
+            assert_close(one, other, name=what)
