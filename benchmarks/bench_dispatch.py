@@ -35,6 +35,7 @@ from benchmarks.trace import Replay
 from ep_moe import ExpertParallel, MoEConfig, Routing, ops
 from ep_moe.config import parse_args
 from ep_moe.dispatch import TRANSPORTS, Transport, make_transport
+from ep_moe.dispatch.deepep import DeepEPTransport
 from ep_moe.dispatch.symm import SymmTransport
 from ep_moe.errors import BackendUnavailable, ConfigError
 from ep_moe.parallel import Process
@@ -56,7 +57,7 @@ class DispatchBench:
         skew: load of the busiest expert over the mean; 1 = random
         trace: a recorded routing to replay instead, last step and first layer
         dtype: of rows
-        sms: multiprocessors that symm takes to move rows
+        sms: multiprocessors that symm and deepep take to move rows
         simulated_ranks: time packing and unpacking for so many ranks, in one process; 0 = do not
         methods: events and graph on a GPU (graph leaves out what cannot be captured), wall on a CPU
         windows_ms: lengths of the timed windows
@@ -66,7 +67,7 @@ class DispatchBench:
         seed: of tokens and choices
     """
 
-    transports: tuple[str, ...] = ("collective", "symm")
+    transports: tuple[str, ...] = ("collective", "symm", "deepep")
     hidden_size: int = 7168
     num_experts: int = 256
     top_k: int = 8
@@ -192,8 +193,8 @@ class Bench:
         for name in config.transports:
             try:
                 transport = make_transport(name, ep, max_tokens_per_rank=tokens)
-                if isinstance(transport, SymmTransport):
-                    transport.programs = config.sms
+                if isinstance(transport, SymmTransport | DeepEPTransport):
+                    transport.sms = config.sms
                 moves[name] = _moves_of(transport, config.num_experts)
                 moves[name].out(sets[0])
             except (BackendUnavailable, ConfigError) as reason:
@@ -276,7 +277,7 @@ class Bench:
         ):
             metrics = timing.metrics()
             metrics["GB/s"] = (moved / timing.median_ms / 1e6, "GB/s")
-            if name == SymmTransport.name:
+            if name in (SymmTransport.name, DeepEPTransport.name):
                 metrics["SMs"] = (config.sms, "SMs")
             self.recorder.add(
                 "dispatch", name, {**case, "method": method, **asdict(window)}, metrics
@@ -294,12 +295,12 @@ def _moves_of(transport: Transport, num_experts: int) -> Moves:
         sent = transport.dispatch(inputs.x, inputs.routing, num_experts, keep=keep)
         return sent.plan, sent.rows
 
-    kept = partial(out, keep=True)
+    kept, caps = partial(out, keep=True), transport.caps
     return Moves(
-        partial(out, keep=False) if transport.caps.in_place else kept,
+        partial(out, keep=False) if caps.in_place or caps.unordered else kept,
         kept,
         lambda arrived: transport.combine(*arrived),
-        transport.caps.graphable,
+        caps.graphable,
     )
 
 

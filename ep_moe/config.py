@@ -190,9 +190,10 @@ class MoEConfig(SelectionConfig):
             on the number of ranks or on the other tokens in the batch; slower, and more bytes move.
             On a CPU for one number of threads, the same in every run that is compared
             (OMP_NUM_THREADS, which torchrun sets to 1 for several ranks; torch.set_num_threads)
-        transport: how rows cross ranks; auto = local for one rank, collective for more
-        max_tokens_per_rank: the most tokens of a rank in a call, for transport symm, whose buffers
-            have a fixed size
+        transport: how rows cross ranks; auto = local for one rank, for more the fastest that can
+            run, and collective without GPUs or max_tokens_per_rank
+        max_tokens_per_rank: the most tokens of a rank in a call, for transports symm and deepep,
+            whose buffers have a fixed size, and for auto to try them
         loss_reduction: mean = each rank's loss is a mean over its tokens and ranks are averaged;
             sum = they are added
     """

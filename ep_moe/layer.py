@@ -67,10 +67,7 @@ class MoELayer(nn.Module):
         most = config.max_tokens_per_rank
         if most is not None and config.numerics == "exact":
             most *= config.top_k  # each slot travels as a token of its own
-        ordered = config.numerics == "exact" or torch.are_deterministic_algorithms_enabled()
-        self.transport = make_transport(
-            config.transport, self.ep, max_tokens_per_rank=most, deterministic=ordered
-        )
+        self.transport = make_transport(config.transport, self.ep, max_tokens_per_rank=most)
         balance = Ranks.resolve(self.ep if balance_over is None else balance_over)
         self.router = Router(config, reduce=balance.sum, num_ranks=balance.size)
         self.experts = Experts(config, self.ep)
@@ -130,18 +127,17 @@ class MoELayer(nn.Module):
             self.router.tokens_since_step = counted
 
     def _call(self, x: Tensor, *, backward: bool) -> None:
+        if backward:  # first: inference then makes do with what training has made
+            with torch.inference_mode(False), torch.enable_grad():
+                leaves = [x.clone().requires_grad_(), *self.parameters()]
+                y, stats = self.forward(leaves[0])
+                results = [y, stats.aux_loss, stats.z_loss]
+                results = [result for result in results if result.requires_grad]
+                wanted = [leaf for leaf in leaves if leaf.requires_grad]
+                ones = [torch.ones_like(result) for result in results]
+                torch.autograd.grad(results, wanted, ones, allow_unused=True)
         with torch.no_grad():
             self.forward(x)
-        if not backward:
-            return
-        with torch.inference_mode(False), torch.enable_grad():
-            leaves = [x.clone().requires_grad_(), *self.parameters()]
-            y, stats = self.forward(leaves[0])
-            results = [y, stats.aux_loss, stats.z_loss]
-            results = [result for result in results if result.requires_grad]
-            wanted = [leaf for leaf in leaves if leaf.requires_grad]
-            ones = [torch.ones_like(result) for result in results]
-            torch.autograd.grad(results, wanted, ones, allow_unused=True)
 
     def _refuse_ddp_on_experts(self) -> None:
         """Once per wrapper: walking all parameters in each call would cost more than it."""

@@ -41,18 +41,17 @@ def make_transport(
     ep: ExpertParallel,
     *,
     max_tokens_per_rank: int | None = None,
-    deterministic: bool = False,
 ) -> Transport:
     """The transport of that name for these ranks. `auto` takes `local` for one rank; for more the
     fastest of those that can run, as measured in its first call; and `collective` without GPUs or
     max_tokens_per_rank: the most rows of x in a call, for transports whose buffers have a fixed
-    size. deterministic: arrived rows in a fixed order, for those that can also do without.
+    size.
 
     Raises ConfigError for an unknown name or a number of ranks that the transport does not serve.
     """
     if name == "auto":
         if ep.size > 1 and torch.cuda.is_available() and max_tokens_per_rank:
-            return AutoTransport(ep, max_tokens_per_rank, deterministic=deterministic)
+            return AutoTransport(ep, max_tokens_per_rank)
         chosen = "local" if ep.size == 1 else "collective"
         _announce(chosen, ep.size)
     else:
@@ -71,7 +70,7 @@ def make_transport(
             f"the most tokens that a rank has in a call: transport = {name!r} has buffers of a "
             "fixed size",
         )
-    return transport(ep, max_tokens_per_rank, deterministic=deterministic)
+    return transport(ep, max_tokens_per_rank)
 
 
 @lru_cache  # once, however many layers a model has

@@ -51,7 +51,6 @@ class Sizes:
     num_experts: int
     top_k: int
     dtype: str
-    deterministic: bool
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in asdict(self).items())
@@ -63,18 +62,12 @@ class AutoTransport:
 
     name: ClassVar[str] = "auto"
 
-    def __init__(
-        self,
-        ep: ExpertParallel,
-        max_tokens_per_rank: int | None = None,
-        *,
-        deterministic: bool = False,
-    ) -> None:
-        self.ep, self.max_tokens, self.deterministic = ep, max_tokens_per_rank, deterministic
+    def __init__(self, ep: ExpertParallel, max_tokens_per_rank: int | None = None) -> None:
+        self.ep, self.max_tokens = ep, max_tokens_per_rank
         self.transport: Transport | None = None
 
     def __deepcopy__(self, _: dict[int, Any]) -> "AutoTransport":
-        return AutoTransport(self.ep, self.max_tokens, deterministic=self.deterministic)
+        return AutoTransport(self.ep, self.max_tokens)
 
     @property
     def caps(self) -> Caps:
@@ -83,7 +76,7 @@ class AutoTransport:
         return Caps(  # graphable: the first call itself says that it cannot be captured
             needs_group=True,
             max_ranks=None,
-            deterministic=self.deterministic,
+            deterministic=True,
             graphable=True,
             fixed_size=True,
         )
@@ -124,7 +117,6 @@ class AutoTransport:
             num_experts=num_experts,
             top_k=routing.ids.shape[1],
             dtype=str(x.dtype).removeprefix("torch."),
-            deterministic=self.deterministic,
         )
         found: dict[Sizes, str] = self.ep.peers.shared.setdefault(self.name, {})
         if sizes not in found:
@@ -132,7 +124,7 @@ class AutoTransport:
         return self._make(found[sizes])
 
     def _make(self, name: str) -> Transport:
-        return MEASURED[name](self.ep, self.max_tokens, deterministic=self.deterministic)
+        return MEASURED[name](self.ep, self.max_tokens)
 
     def _find(self, sizes: Sizes, x: Tensor, routing: Routing) -> str:
         """The fastest one's name, the same on every rank."""

@@ -44,13 +44,7 @@ class CollectiveTransport:
     name: ClassVar[str] = "collective"
     caps: Caps = Caps(needs_group=True, max_ranks=None, deterministic=True, graphable=False)
 
-    def __init__(
-        self,
-        ep: ExpertParallel,
-        max_tokens_per_rank: int | None = None,
-        *,
-        deterministic: bool = False,
-    ) -> None:
+    def __init__(self, ep: ExpertParallel, max_tokens_per_rank: int | None = None) -> None:
         self.ep = ep
         self.layer, self.calls = next(ep.peers.layers), 0
 

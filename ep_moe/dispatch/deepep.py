@@ -6,20 +6,25 @@ arrive, and DeepEP compiles its kernels for that number, the width and the choic
 do is hidden here: rows are padded to a width that it combines, ids and gates get its dtypes, gates
 alone travel as if they were rows. It moves bf16, for it can add up nothing else.
 
-All layers of a group share one buffer, as large as the largest of them needs.
+Rows that are kept for a backward are asked for in order, which takes DeepEP a sort: a recomputation
+dispatches again, and would otherwise put rows beside gradients of others. Inference does without,
+where nothing has made the other buffer yet.
+
+Layers of a group that are alike in `sms` share one buffer, as large as the largest of them needs.
 """
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ep_moe import check
 from ep_moe.dispatch import deepep_buffers as buffers
-from ep_moe.dispatch.deepep_buffers import WIDTH, Buffer, Room
+from ep_moe.dispatch.deepep_buffers import MOST_CHOICES, WIDTH, Buffer, Pool, Room
 from ep_moe.dispatch.moves import capturing, stage
 from ep_moe.dispatch.protocol import Caps, Sent
 from ep_moe.errors import BackendUnavailable, ConfigError, InputError
@@ -52,30 +57,22 @@ class DeepEPTransport:
     caps: Caps = Caps(
         needs_group=True,
         max_ranks=None,
-        deterministic=False,
+        deterministic=True,
         graphable=True,
+        unordered=True,
         fixed_size=True,
         dtypes=(MOVED,),
     )
 
-    def __init__(
-        self,
-        ep: ExpertParallel,
-        max_tokens_per_rank: int | None = None,
-        *,
-        deterministic: bool = False,
-    ) -> None:
+    def __init__(self, ep: ExpertParallel, max_tokens_per_rank: int | None = None) -> None:
         assert max_tokens_per_rank is not None  # `make_transport` has seen to it
         self.ep, self.max_tokens = ep, max_tokens_per_rank
         self.bound = 1 << (max_tokens_per_rank - 1).bit_length()
-        self.caps = replace(self.caps, deterministic=deterministic)
         self.sms = SMS  # may be set before the first call, alike on every rank
         self.layer, self.calls, self.agreed = next(ep.peers.layers), 0, False
 
     def __deepcopy__(self, _: dict[int, Any]) -> "DeepEPTransport":
-        copy = DeepEPTransport(
-            self.ep, self.max_tokens, deterministic=self.caps.deterministic
-        )  # of a layer of its own
+        copy = DeepEPTransport(self.ep, self.max_tokens)  # of a layer of its own
         copy.sms = self.sms
         return copy
 
@@ -91,20 +88,25 @@ class DeepEPTransport:
                 f"{MOVED} and torch.float32 with transport = 'deepep': cast the layer with "
                 ".to(torch.bfloat16), use autocast, or take symm or collective",
             )
+        if routing.ids.shape[1] > MOST_CHOICES:
+            rule = f"of at most {MOST_CHOICES} experts a token with transport = 'deepep'"
+            raise InputError("routing.ids", f"of {routing.ids.shape[1]}", rule)
         fills = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
         if fills and torch.are_deterministic_algorithms_enabled():
             raise BackendUnavailable(
                 "DeepEP refuses to run with torch.use_deterministic_algorithms(True) while torch "
                 "fills new memory: set torch.utils.deterministic.fill_uninitialized_memory = False"
             )
+        if check.wanted() and not capturing():
+            _refuse_duplicates(routing.ids)
         self.calls += 1
         self._agree()
         rows, top_k = _padded(x), routing.ids.shape[1]
-        buffer = self._buffer(Room(self.bound, rows.shape[1], top_k), x.device)
+        buffer = self._buffer(Room(self.bound, rows.shape[1], top_k), x.device, ordered=keep)
         # The handle keeps them for every later move, and looks whether they are what they were.
-        ids = routing.ids.to(torch.int64, copy=True)
+        ids = routing.ids.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
         with self._move(self.calls, "rows out"):
-            received = buffer.dispatch(rows, ids, gates.contiguous(), num_experts)
+            received = buffer.dispatch(rows, ids, gates.contiguous(), num_experts, self.bound)
         arrived = torch.arange(len(received.rows), device=x.device) < received.count
         local_ids = received.ids.masked_fill(~arrived[:, None], -1).clamp_(min=-1).int()
         plan = DeepEPPlan(local_ids, buffer, received.handle, local_ids.numel(), self.calls)
@@ -144,36 +146,32 @@ class DeepEPTransport:
             return
         if not 1 <= self.sms <= MOST_SMS or self.sms % 2:
             raise ConfigError("sms", self.sms, f"an even number up to {MOST_SMS}")
-        mine = (self.bound, self.sms, self.caps.deterministic)
-        told = self.ep.peers.gather(mine, f"the first call of layer {self.layer}")
-        names = ("max_tokens_per_rank", "sms", "deterministic")
-        for name, values in zip(names, zip(*told, strict=True), strict=True):
+        mine = (self.bound, self.sms)
+        now = f"the first call of layer {self.layer}"
+        if check.wanted():  # else these words would be compared with those of another exchange
+            check.same_exchange(self.ep.peers, now)
+        told = self.ep.peers.gather(mine, now)
+        for name, values in zip(
+            ("max_tokens_per_rank", "sms"), zip(*told, strict=True), strict=True
+        ):
             if len(set(values)) > 1:
                 rule = "the same on every rank (max_tokens_per_rank: the same power of two)"
                 raise ConfigError(name, list(values), rule)
         self.agreed = True
 
-    def _buffer(self, room: Room, device: torch.device) -> Buffer:
-        """The group's, made or made larger where it must be. Plans keep the one they were made in;
-        every rank comes here alike, for it is with all of them that one is made."""
-        shared = self.ep.peers.shared
-        key = f"{self.name}, deterministic" if self.caps.deterministic else self.name
-        buffer: Buffer | None = shared.get(key)
-        if buffer is None or not buffer.room.holds(room):
+    def _buffer(self, room: Room, device: torch.device, *, ordered: bool) -> Buffer:
+        """The group's, made or made larger where it must be; every rank comes here alike, for it is
+        with all of them that one is made."""
+        pool: Pool = self.ep.peers.shared.setdefault(f"{self.name}, {self.sms} sms", Pool())
+        buffer = pool.find(room, ordered=ordered)
+        if buffer is None:
             if capturing():
                 raise BackendUnavailable(
                     "transport = 'deepep' cannot make its buffer while a CUDA graph is captured: "
                     "run it before, forward and backward, or call layer.warmup(tokens)"
                 )
-            if buffer is not None:
-                room = room.with_room_for(buffer.room)
-            buffer = shared[key] = buffers.make_buffer(
-                buffers.load(self.ep.size),
-                self.ep,
-                room,
-                device,
-                deterministic=self.caps.deterministic,
-                sms=self.sms,
+            buffer = pool.make(
+                buffers.load(self.ep.size), self.ep, room, device, ordered=ordered, sms=self.sms
             )
             log.info("transport deepep: a buffer of %.3g GB, for %s", buffer.bytes / 1e9, room)
         return buffer
@@ -187,3 +185,13 @@ def _padded(values: Tensor) -> Tensor:
 
 def _cut(values: Tensor, columns: int) -> Tensor:
     return values if values.shape[1] == columns else values[:, :columns].contiguous()
+
+
+def _refuse_duplicates(ids: Tensor) -> None:
+    """An expert that a token names twice stops the kernel of v2, and with it the process."""
+    ordered = ids.sort(1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if bool(twice.any()):
+        token = int(twice.any(1).nonzero()[0])
+        got = f"{ids[token].tolist()} for token {token}"
+        raise InputError("routing.ids", got, "different experts, with transport = 'deepep'")

@@ -22,6 +22,8 @@ from ep_moe.host import BUFFERS, Host
 from ep_moe.parallel import ExpertParallel
 
 WIDTH = 256  # columns of a row come in multiples of it: combine is compiled for no other
+MOST_CHOICES = 32  # of a token, in all generations
+MAKING = "the making of DeepEP's buffer"
 
 
 class Room(NamedTuple):
@@ -39,7 +41,7 @@ class Room(NamedTuple):
 
 
 class Received(NamedTuple):
-    """Of W * tokens rows each, of which the first `count` arrived.
+    """Of W * most rows each, of which the first `count` arrived.
 
     rows    (A,H)
     ids     (A,K), counted from this rank's first expert; -1 = elsewhere
@@ -56,13 +58,19 @@ class Received(NamedTuple):
 
 
 class Buffer(Protocol):
-    """bytes: of memory that it holds on this GPU."""
+    """bytes    of memory that it holds on this GPU.
+    ordered  rows of a rank arrive in the order of its tokens.
+    """
 
     room: Room
     bytes: int
+    ordered: bool
 
-    def dispatch(self, x: Tensor, ids: Tensor, gates: Tensor, num_experts: int) -> Received:
-        """x (T,H), ids (T,K) int64 that nobody changes, gates (T,K) fp32."""
+    def dispatch(
+        self, x: Tensor, ids: Tensor, gates: Tensor, num_experts: int, most: int
+    ) -> Received:
+        """x (T,H), ids (T,K) int64 that nobody changes, gates (T,K) fp32. T is `most` at most, on
+        every rank: no more than the room's tokens."""
         ...
 
     def replay(self, handle: Any, x: Tensor) -> Tensor:
@@ -77,6 +85,42 @@ class Buffer(Protocol):
     def close(self) -> None:
         """Give the memory back, with all other ranks. No plan may use it again."""
         ...
+
+
+class Pool:
+    """What the layers of a group share. Buffers that have become too small stay: plans and CUDA
+    graphs use them, and only a call of all ranks would give their memory back."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Buffer] = []
+
+    def find(self, room: Room, *, ordered: bool) -> Buffer | None:
+        """The newest that is large enough. Where rows need no order, one with it will do."""
+        newest_first = reversed(self.buffers)
+        enough = [b for b in newest_first if b.room.holds(room) and b.ordered >= ordered]
+        return min(enough, key=lambda buffer: buffer.ordered, default=None)
+
+    def make(
+        self,
+        library: ModuleType,
+        ep: ExpertParallel,
+        room: Room,
+        device: torch.device,
+        *,
+        ordered: bool,
+        sms: int,
+    ) -> Buffer:
+        """One with room for what those of the same order had room for, too."""
+        for smaller in self.buffers:
+            if smaller.ordered == ordered:
+                room = room.with_room_for(smaller.room)
+        made = make_buffer(library, ep, room, device, ordered=ordered, sms=sms)
+        self.buffers.append(made)
+        return made
+
+    def close(self) -> None:
+        while self.buffers:
+            self.buffers.pop().close()
 
 
 def load(ranks: int) -> ModuleType:
@@ -97,7 +141,7 @@ def load(ranks: int) -> ModuleType:
         os.environ.setdefault("EP_DISABLE_GIN", "1")  # it would look for RDMA, and fail without
     try:
         import deep_ep  # pyright: ignore[reportMissingImports]
-    except (ImportError, OSError, AssertionError) as error:
+    except Exception as error:  # it asserts, compares files, starts a compiler
         raise BackendUnavailable(
             f"transport = 'deepep' cannot import deep_ep: {error}. It wants one NCCL in the "
             "process, the very file that it was linked with: README, DeepEP"
@@ -111,14 +155,14 @@ def make_buffer(
     room: Room,
     device: torch.device,
     *,
-    deterministic: bool,
+    ordered: bool,
     sms: int,
 ) -> Buffer:
     """A buffer of whatever generation the library is. Every rank comes here."""
     for name in BUFFERS:
         if hasattr(library, name):
             make = _GENERATIONS[name]
-            return make(library, ep, room, device, deterministic=deterministic, sms=sms)
+            return make(library, ep, room, device, ordered=ordered, sms=sms)
     raise BackendUnavailable(
         f"deep_ep at {library.__file__} has none of the classes {', '.join(BUFFERS)}: it is of a "
         "generation that this version of ep_moe does not know"
@@ -135,7 +179,7 @@ class _Elastic:
         room: Room,
         device: torch.device,
         *,
-        deterministic: bool,
+        ordered: bool,
         sms: int,
     ) -> None:
         group = ep.group
@@ -144,30 +188,33 @@ class _Elastic:
                 "transport = 'deepep' needs a group of NCCL, and this one is of "
                 f"{dist.get_backend(group)}: init_process_group('nccl'), or a new_group of it"
             )
-        # It takes over the group's communicator, which does not exist before a first collective.
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-        self.room, self.sms = room, sms
+        self.room, self.sms, self.ordered = room, sms, ordered
         seconds = max(1, int(min(ep.peers.timeout, 2**30)))
         kind = getattr(library, "EPBuffer", None) or library.ElasticBuffer
-        self.buffer = kind(
-            group,
-            num_max_tokens_per_rank=room.tokens,
-            hidden=room.columns,
-            num_topk=room.top_k,
-            deterministic=deterministic,
-            num_cpu_timeout_secs=seconds,
-            num_gpu_timeout_secs=seconds,
-            explicitly_destroy=True,  # its destructor would wait for the other ranks
-        )
+        with ep.waiting(MAKING):
+            # It takes over the group's communicator, which is not there before a first collective.
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            self.buffer = kind(
+                group,
+                num_max_tokens_per_rank=room.tokens,
+                hidden=room.columns,
+                num_topk=room.top_k,
+                deterministic=ordered,
+                num_cpu_timeout_secs=seconds,
+                num_gpu_timeout_secs=seconds,
+                explicitly_destroy=True,  # its destructor would wait for the other ranks
+            )
         self.bytes = self.buffer.num_bytes
 
-    def dispatch(self, x: Tensor, ids: Tensor, gates: Tensor, num_experts: int) -> Received:
+    def dispatch(
+        self, x: Tensor, ids: Tensor, gates: Tensor, num_experts: int, most: int
+    ) -> Received:
         rows, local_ids, arrived_gates, handle, _ = self.buffer.dispatch(
             x,
             topk_idx=ids,
             topk_weights=gates,
             num_experts=num_experts,
-            num_max_tokens_per_rank=self.room.tokens,
+            num_max_tokens_per_rank=most,
             num_sms=self.sms,
             do_handle_copy=False,
             do_cpu_sync=False,
@@ -186,7 +233,9 @@ class _Elastic:
 
 
 class _First:
-    """V1: `Buffer`, of one host. Rows come in order, so it is always deterministic."""
+    """V1: `Buffer`, of one host."""
+
+    ordered = True  # a queue is filled and emptied in the order of tokens
 
     def __init__(
         self,
@@ -195,7 +244,7 @@ class _First:
         room: Room,
         device: torch.device,
         *,
-        deterministic: bool,
+        ordered: bool,
         sms: int,
     ) -> None:
         kind, self.room, self.ranks = library.Buffer, room, ep.size
@@ -205,9 +254,12 @@ class _First:
         self.bytes = max(
             config.get_nvl_buffer_size_hint(row_bytes, ep.size) for config in (self.out, self.back)
         )
-        self.buffer = kind(ep.group, num_nvl_bytes=self.bytes, explicitly_destroy=True)
+        with ep.waiting(MAKING):
+            self.buffer = kind(ep.group, num_nvl_bytes=self.bytes, explicitly_destroy=True)
 
-    def dispatch(self, x: Tensor, ids: Tensor, gates: Tensor, num_experts: int) -> Received:
+    def dispatch(
+        self, x: Tensor, ids: Tensor, gates: Tensor, num_experts: int, most: int
+    ) -> Received:
         to_rank, _, to_expert, goes, _ = self.buffer.get_dispatch_layout(ids, num_experts)
         rows, local_ids, arrived_gates, _, handle, _ = self.buffer.dispatch(
             x,
@@ -216,7 +268,7 @@ class _First:
             num_tokens_per_expert=to_expert,
             topk_idx=ids,
             topk_weights=gates,
-            num_worst_tokens=self.ranks * self.room.tokens,
+            num_worst_tokens=self.ranks * most,
             config=self.out,
         )
         count = (local_ids >= 0).any(1).sum()  # rows beyond it have no id

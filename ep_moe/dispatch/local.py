@@ -28,13 +28,7 @@ class LocalTransport:
     name: ClassVar[str] = "local"
     caps: Caps = Caps(needs_group=False, max_ranks=1, deterministic=True, graphable=True)
 
-    def __init__(
-        self,
-        ep: ExpertParallel,
-        max_tokens_per_rank: int | None = None,
-        *,
-        deterministic: bool = False,
-    ) -> None:
+    def __init__(self, ep: ExpertParallel, max_tokens_per_rank: int | None = None) -> None:
         pass
 
     def dispatch(self, x: Tensor, routing: Routing, num_experts: int, *, keep: bool = True) -> Sent:

@@ -16,10 +16,10 @@ class Caps:
 
     needs_group    works on a torch.distributed process group.
     max_ranks      the most ranks it serves; None = any number.
-    deterministic  two runs agree bit for bit: arrived rows are ordered by (source rank, source
-                   token); otherwise by source rank alone.
+    deterministic  two runs agree bit for bit.
     graphable      can be captured in a CUDA graph (no host sync).
     in_place       rows that are not to be kept lie in memory that the next move writes.
+    unordered      rows that are not to be kept are ordered by source rank alone, in each plan anew.
     fixed_size     its buffers have room for `max_tokens_per_rank` tokens of each rank.
     dtypes         of the rows that it moves; None = any.
     backward       its moves back are the adjoints of those out.
@@ -30,6 +30,7 @@ class Caps:
     deterministic: bool
     graphable: bool
     in_place: bool = False
+    unordered: bool = False
     fixed_size: bool = False
     dtypes: tuple[torch.dtype, ...] | None = None
     backward: bool = True
@@ -58,12 +59,10 @@ class Transport(Protocol):
     """`dispatch` learns the plan, of a type of the transport's own; `replay` makes the same move
     again; `combine` is its adjoint.
 
-    Arrived rows are ordered by source rank, and those of a rank by token where `caps` says
-    deterministic. combine adds in fp32, in a fixed order (of the ranks, but for DeepEP), and rounds
-    once. Gate values move beside the rows: out whole, back as the sum over ranks, where slots of
-    other ranks must be 0.
-
-    deterministic: asked for where the transport can also do without, which is faster.
+    Arrived rows are ordered by (source rank, source token): a recomputation without `ep_moe.replay`
+    puts rows of its own plan beside gradients of the first one. combine adds in fp32, in a fixed
+    order (of the ranks, but for DeepEP), and rounds once. Gate values move beside the rows: out
+    whole, back as the sum over ranks, where slots of other ranks must be 0.
     """
 
     name: ClassVar[str]
@@ -71,18 +70,12 @@ class Transport(Protocol):
     @property
     def caps(self) -> Caps: ...
 
-    def __init__(
-        self,
-        ep: ExpertParallel,
-        max_tokens_per_rank: int | None = None,
-        *,
-        deterministic: bool = False,
-    ) -> None: ...
+    def __init__(self, ep: ExpertParallel, max_tokens_per_rank: int | None = None) -> None: ...
 
     def dispatch(self, x: Tensor, routing: Routing, num_experts: int, *, keep: bool = True) -> Sent:
         """x (T,H), ids and gate weights (T,K) -> plan, rows (A,H), gates (A,K). May meet every
-        other rank. keep: rows outlive the next move of any layer of the group; if not, they may
-        lie in memory that it writes."""
+        other rank. keep: rows outlive the next move of any layer of the group, for a backward; if
+        not, they may lie in memory that it writes, and in another order (`caps`)."""
         ...
 
     def replay(self, plan: Any, x: Tensor, *, keep: bool = True) -> Tensor:

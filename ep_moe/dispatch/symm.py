@@ -26,7 +26,7 @@ from ep_moe.types import Routing
 if TYPE_CHECKING:  # Triton is imported where it is used
     from ep_moe.kernels.window import Link
 
-PROGRAMS, MOST_PROGRAMS = 16, 128  # multiprocessors that a move takes
+SMS, MOST_SMS = 16, 128  # multiprocessors that a move takes
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class Window:
     """Memory that every rank of a group can write, and how far its moves have come.
 
     peers    (W+1,) int64: addresses of the windows and of `seen`
-    epochs   (MOST_PROGRAMS,) int32
+    epochs   (MOST_SMS,) int32
     failure  (4,) int32: what, the peer, the move, 1; all 0 = nothing
     seen     (3,) int32: the same on the host, where the device writes it
     captured by a CUDA graph, which goes on using it
@@ -88,7 +88,7 @@ class Window:
             failure, seen = before.failure, before.seen
             kept = before if before.captured else before.kept
         peers = torch.tensor([*pointers, seen.data_ptr()], dtype=torch.int64, device=device)
-        epochs = torch.zeros(MOST_PROGRAMS, dtype=torch.int32, device=device)
+        epochs = torch.zeros(MOST_SMS, dtype=torch.int32, device=device)
         return cls(memory, peers, epochs, failure, seen, kept=kept)
 
     def rows(self, ranks: int, most: int, like: Tensor) -> Tensor:
@@ -142,21 +142,15 @@ class SymmTransport:
         fixed_size=True,
     )
 
-    def __init__(
-        self,
-        ep: ExpertParallel,
-        max_tokens_per_rank: int | None = None,
-        *,
-        deterministic: bool = False,
-    ) -> None:
+    def __init__(self, ep: ExpertParallel, max_tokens_per_rank: int | None = None) -> None:
         assert max_tokens_per_rank is not None  # `make_transport` has seen to it
         self.ep, self.max_tokens = ep, max_tokens_per_rank
-        self.programs = PROGRAMS  # may be set before the first call, alike on every rank
+        self.sms = SMS  # may be set before the first call, alike on every rank
         self.layer, self.calls, self.agreed = next(ep.peers.layers), 0, False
 
     def __deepcopy__(self, _: dict[int, Any]) -> "SymmTransport":
         copy = SymmTransport(self.ep, self.max_tokens)  # of a layer of its own
-        copy.programs = self.programs
+        copy.sms = self.sms
         return copy
 
     def dispatch(self, x: Tensor, routing: Routing, num_experts: int, *, keep: bool = True) -> Sent:
@@ -230,11 +224,11 @@ class SymmTransport:
         """In the first call: have all ranks been told the same?"""
         if self.agreed or capturing():
             return
-        if not 1 <= self.programs <= MOST_PROGRAMS:
-            raise ConfigError("programs", self.programs, f"1 to {MOST_PROGRAMS}")
-        mine, stage = (self.max_tokens, self.programs), f"the first call of layer {self.layer}"
-        told = zip(*self.ep.peers.gather(mine, stage), strict=True)
-        for name, values in zip(("max_tokens_per_rank", "programs"), told, strict=True):
+        if not 1 <= self.sms <= MOST_SMS:
+            raise ConfigError("sms", self.sms, f"1 to {MOST_SMS}")
+        mine, now = (self.max_tokens, self.sms), f"the first call of layer {self.layer}"
+        told = zip(*self.ep.peers.gather(mine, now), strict=True)
+        for name, values in zip(("max_tokens_per_rank", "sms"), told, strict=True):
             if len(set(values)) > 1:
                 raise ConfigError(name, list(values), "the same on every rank")
         self.agreed = True
@@ -248,7 +242,7 @@ class SymmTransport:
             window.failure,
             rank=self.ep.rank,
             most=self.max_tokens,
-            programs=self.programs,
+            programs=self.sms,
             timeout_ns=self._timeout_ns,
         )
 

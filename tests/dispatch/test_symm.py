@@ -117,9 +117,6 @@ def captured_steps(rank, transport):
         max_tokens_per_rank=MOST,
     )
     layer = MoELayer(config, dist.group.WORLD).cuda().bfloat16()
-    layer.transport = make_transport(  # the bits of two runs are compared
-        transport, layer.ep, max_tokens_per_rank=MOST, deterministic=True
-    )
     x, d_y = torch.randn(2, 33, 128, device="cuda", dtype=torch.bfloat16)
     leaves = [x.requires_grad_(), *layer.parameters()]
 
@@ -295,11 +292,11 @@ def unlike_programs(rank, folder):
     share_files(folder)
     config = over_windows(CASES["balanced, 2"]).config
     layer, x = MoELayer(config, dist.group.WORLD), torch.randn(4, config.hidden_size)
-    layer.transport.programs = 129
-    with pytest.raises(ConfigError, match=r"programs = 129.*1 to 128"):
+    layer.transport.sms = 129
+    with pytest.raises(ConfigError, match=r"sms = 129.*1 to 128"):
         layer(x)
-    layer.transport.programs = 2 + rank
-    with pytest.raises(ConfigError, match=r"programs = \[2, 3\].*same on every rank"):
+    layer.transport.sms = 2 + rank
+    with pytest.raises(ConfigError, match=r"sms = \[2, 3\].*same on every rank"):
         layer(x)
 
 

@@ -72,14 +72,13 @@ def rank_moves(rank, kind, world_size, folder, device="cpu"):
         stand_in(kind.generation)
     else:
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    orders = (False,) if TRANSPORTS[kind.name].caps.deterministic else (False, True)
-    cells = [(shares, choice, order) for shares in SHARES for choice in CHOICES for order in orders]
-    return {cell: moves(rank, kind, world_size, *cell, device) for cell in cells}
+    cells = [(shares, choice) for shares in SHARES for choice in CHOICES]
+    return {c: moves(rank, kind, SHARES[c[0]][:world_size], c[1], device) for c in cells}
 
 
-def moves(rank, kind, world_size, shares, choice, deterministic, device):
-    ep, tokens = ExpertParallel.resolve(dist.group.WORLD), SHARES[shares][:world_size]
-    transport = make_transport(kind.name, ep, max_tokens_per_rank=MOST, deterministic=deterministic)
+def moves(rank, kind, tokens, choice, device):
+    ep = ExpertParallel.resolve(dist.group.WORLD)
+    transport = make_transport(kind.name, ep, max_tokens_per_rank=MOST)
     x, routing = share(kind, rank, tokens[rank], choice)
     x, routing = x.to(device), Routing(routing.ids.to(device), routing.gate_weights.to(device))
     plan, rows, gates = transport.dispatch(x, routing, E)
@@ -92,7 +91,6 @@ def moves(rank, kind, world_size, shares, choice, deterministic, device):
         "gates": gates,
         "local_ids": plan.local_ids,
         "replayed": transport.replay(plan, x),
-        "unkept": transport.dispatch(x, routing, E, keep=False).rows.clone(),
         "replayed, unkept": transport.replay(plan, x, keep=False).clone(),
         "back_rows": back_rows,
         "combined": transport.combine(plan, back_rows),
@@ -100,12 +98,16 @@ def moves(rank, kind, world_size, shares, choice, deterministic, device):
         "replayed_gates": transport.replay_gates(plan, routing.gate_weights),
         "combined_gates": transport.combine_gates(plan, back_gates),
     }
+    unkept = transport.dispatch(x, routing, E, keep=False)
+    found["unkept"] = unkept.rows.clone()
+    found["unkept, replayed"] = transport.replay(unkept.plan, x, keep=False).clone()
     repeats = all(torch.equal(transport.combine(plan, back_rows), found["combined"]) for _ in "123")
-    unkept = transport.combine(plan, transport.replay(plan, x, keep=False))
-    repeats &= torch.equal(unkept, transport.combine(plan, rows))
+    there_and_back = transport.combine(plan, rows)
+    for kept_or_not in (plan, unkept.plan):
+        moved = transport.combine(kept_or_not, transport.replay(kept_or_not, x, keep=False))
+        repeats &= torch.equal(moved, there_and_back)
     on_cpu = {what: value.cpu().clone() for what, value in found.items()}
-    in_order = transport.caps.deterministic
-    return {**on_cpu, "max_packed": plan.max_packed, "repeats": repeats, "in_order": in_order}
+    return {**on_cpu, "max_packed": plan.max_packed, "repeats": repeats}
 
 
 def expected_arrivals(kind, world_size, tokens, choice, rank):
@@ -161,33 +163,28 @@ def test_moves_on_gpus(name, world_size, require_gpu):
 
 
 def check_cells(kind, ranks):
-    for cell in ranks[0]:
-        shares, choice, deterministic = cell
+    for shares, choice in ranks[0]:
         tokens = SHARES[shares][: len(ranks)]
-        check_moves(kind, tokens, choice, deterministic, [got[cell] for got in ranks])
+        check_moves(kind, tokens, choice, [got[shares, choice] for got in ranks])
 
 
-def check_moves(kind, tokens, choice, deterministic, ranks):
+def check_moves(kind, tokens, choice, ranks):
     for rank, got in enumerate(ranks):
-        assert got["in_order"] >= deterministic
         rows, local_ids, gates = expected_arrivals(kind, len(tokens), tokens, choice, rank)
         room = got["local_ids"].numel()
         somebodys = (got["local_ids"] >= 0).any(1)  # others are of buffers of a fixed size
         if kind.name == "local":
             somebodys[:] = True
-        arrived = {"unkept": got.pop("unkept")[: len(somebodys)][somebodys]}
-        out = ("rows", "replayed", "replayed, unkept")
-        beside = ("gates", "replayed_gates", "local_ids", "back_rows", "back_gates")
-        for what in (*out, *beside):
+        unkept = ("unkept", "unkept, replayed")
+        out = ("rows", "replayed", "replayed, unkept", *unkept)
+        for what in (*out, "gates", "replayed_gates", "local_ids", "back_rows", "back_gates"):
             got[what] = got[what][somebodys]
-        if not got["in_order"]:  # then a plan has an order of its own, and each dispatch a plan
-            order = by_token(got["rows"])
-            got |= {what: got[what][order] for what in (*out, *beside)}
-            arrived["unkept"] = arrived["unkept"][by_token(arrived["unkept"])]
-        arrived |= {what: got[what] for what in out}
+        if TRANSPORTS[kind.name].caps.unordered:  # then a plan has an order of its own
+            order = by_token(got["unkept"])
+            got |= {what: got[what][order] for what in unkept}
         assert torch.equal(got["local_ids"], local_ids)
-        for what, found in arrived.items():
-            assert_close(found, rows, name=f"rows ({what})", tolerance=0.0)
+        for what in out:
+            assert_close(got[what], rows, name=f"rows ({what})", tolerance=0.0)
         here = local_ids >= 0
         assert int(here.sum()) <= got["max_packed"] <= room
         for what in ("gates", "replayed_gates"):

@@ -50,5 +50,5 @@ def share_files(folder, *, programs=2):
         )
         return views[-1][ep.rank], [view.data_ptr() for view in views[-1]]
 
-    symm.allocate, symm.PROGRAMS = allocate, programs
+    symm.allocate, symm.SMS = allocate, programs
     window.BYTES, symm_back.FEW, symm_back.AT_LEAST = 512, 4, tl.constexpr(2)

@@ -35,7 +35,8 @@ class EPHandle(elastic.EPHandle):
 
     @property
     def topk_idx(self) -> Tensor:
-        assert self._topk_idx_version in (None, self._topk_idx._version), (
+        version = self._topk_idx_version  # tensors of inference mode have none
+        assert version is None or version == self._topk_idx._version, (
             "`topk_idx` must not be modified while the EP handle is in use"
         )
         return self._topk_idx
