@@ -240,10 +240,11 @@ SHARES = (13, 7)
 def of_shares(layer, *shares):
     """y, dx and the gradients of the experts, for these of two shares of 20 tokens."""
     generator = torch.Generator().manual_seed(5)
-    x, d_y = torch.randn(2, 20, 40, generator=generator).to(BF16)
-    x, d_y = (torch.cat([part.split(SHARES)[i] for i in shares]) for part in (x, d_y))
+    both = torch.randn(2, 20, 40, generator=generator).to(layer.experts.w_down)
+    x, d_y = (torch.cat([part.split(SHARES)[i] for i in shares]) for part in both)
     y, _ = layer(x.requires_grad_())
-    return [y.detach(), *torch.autograd.grad(y, [x, *layer.experts.parameters()], d_y)]
+    grads = torch.autograd.grad(y, [x, *layer.experts.parameters()], d_y)
+    return [value.detach().cpu() for value in (y, *grads)]
 
 
 def exactly(rank, generation):
