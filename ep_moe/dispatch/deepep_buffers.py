@@ -248,8 +248,10 @@ class _First:
         sms: int,
     ) -> None:
         kind, self.room, self.ranks = library.Buffer, room, ep.size
+        others = kind.num_sms  # of the whole process
         kind.set_num_sms(sms)
         self.out, self.back = kind.get_dispatch_config(ep.size), kind.get_combine_config(ep.size)
+        kind.set_num_sms(others)
         row_bytes = room.columns * 2
         self.bytes = max(
             config.get_nvl_buffer_size_hint(row_bytes, ep.size) for config in (self.out, self.back)

@@ -33,6 +33,9 @@ MOE = config(hidden_size=256, transport="deepep", max_tokens_per_rank=20)
 NARROW = replace(MOE, hidden_size=160, num_shared_experts=1)
 CASES = {
     "balanced, 1": Case((20,), MOE),
+    "a buffer larger than the others need": Case(
+        (12, 12), replace(MOE, hidden_size=300, max_tokens_per_rank=40)
+    ),
     "balanced": Case((12, 12), MOE),
     "one is empty": Case((0, 17), MOE),
     "no tokens anywhere": Case((0, 0), MOE),
