@@ -68,6 +68,7 @@ class MoELayer(nn.Module):
         if most is not None and config.numerics == "exact":
             most *= config.top_k  # each slot travels as a token of its own
         self.transport = make_transport(config.transport, self.ep, max_tokens_per_rank=most)
+        _require_gates_at_home(config, self.transport)
         balance = Ranks.resolve(self.ep if balance_over is None else balance_over)
         self.router = Router(config, reduce=balance.sum, num_ranks=balance.size)
         self.experts = Experts(config, self.ep)
@@ -186,6 +187,7 @@ def moe(x: Tensor, routing: Routing, experts: Experts, transport: Transport) -> 
     if x.ndim != 2 or x.shape[1] != experts.config.hidden_size:
         rule = f"(tokens, {experts.config.hidden_size})"
         raise InputError("x", f"of shape {tuple(x.shape)}", rule)
+    _require_gates_at_home(experts.config, transport)
     look = not (x.is_cuda and transport.caps.graphable) or check.wanted()
     routing.validate(len(x), experts.config.num_experts, values=look)
     with torch.cuda.device_of(x):
@@ -222,6 +224,15 @@ def _moe(
     if exact:
         y = sum_slots(y, routing, gate_on=gate_on)
     return y if shared_y is None else y + shared_y
+
+
+def _require_gates_at_home(config: MoEConfig, transport: Transport) -> None:
+    if transport.caps.weighs and config.gate_on == "input":
+        rule = (
+            f"output with transport = {transport.name!r}, which multiplies by the gate weights at "
+            "the token's own rank: for gates on the experts' inputs take another transport"
+        )
+        raise ConfigError("gate_on", config.gate_on, rule)
 
 
 def _require_graphable(x: Tensor, transport: Transport) -> None:

@@ -12,6 +12,7 @@ from ep_moe.dispatch.auto import AutoTransport
 from ep_moe.dispatch.autograd import combine, dispatch, dispatch_beside
 from ep_moe.dispatch.collective import CollectiveTransport
 from ep_moe.dispatch.deepep import DeepEPTransport
+from ep_moe.dispatch.deepep_low_latency import LowLatencyTransport
 from ep_moe.dispatch.local import LocalTransport
 from ep_moe.dispatch.protocol import Caps, Transport
 from ep_moe.dispatch.symm import SymmTransport
@@ -20,7 +21,13 @@ from ep_moe.parallel import ExpertParallel
 
 TRANSPORTS = {
     transport.name: transport
-    for transport in (LocalTransport, CollectiveTransport, SymmTransport, DeepEPTransport)
+    for transport in (
+        LocalTransport,
+        CollectiveTransport,
+        SymmTransport,
+        DeepEPTransport,
+        LowLatencyTransport,
+    )
 }
 
 log = logging.getLogger("ep_moe")

@@ -20,19 +20,17 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ep_moe import check
 from ep_moe.dispatch import deepep_buffers as buffers
-from ep_moe.dispatch.deepep_buffers import MOST_CHOICES, WIDTH, Buffer, Pool, Room
+from ep_moe.dispatch.deepep_buffers import MOST_CHOICES, MOVED, WIDTH, Buffer, Pool, Room, cut
 from ep_moe.dispatch.moves import capturing, stage
 from ep_moe.dispatch.protocol import Caps, Sent
-from ep_moe.errors import BackendUnavailable, ConfigError, InputError
+from ep_moe.errors import BackendUnavailable, ConfigError
 from ep_moe.parallel import ExpertParallel
 from ep_moe.types import Routing
 
 SMS, MOST_SMS = 16, 128  # multiprocessors that a move takes
-MOVED = torch.bfloat16
 
 log = logging.getLogger("ep_moe")
 
@@ -77,28 +75,8 @@ class DeepEPTransport:
         return copy
 
     def dispatch(self, x: Tensor, routing: Routing, num_experts: int, *, keep: bool = True) -> Sent:
-        if len(x) > self.max_tokens:
-            rule = f"of at most max_tokens_per_rank = {self.max_tokens} tokens (or slots, if exact)"
-            raise InputError("x", f"of {len(x)}", rule)
+        buffers.check_call(self.name, x, routing, tokens=self.max_tokens, choices=MOST_CHOICES)
         gates = routing.gate_weights
-        if x.dtype != MOVED or gates.dtype != torch.float32:
-            raise InputError(
-                "x and gate_weights",
-                f"{x.dtype} and {gates.dtype}",
-                f"{MOVED} and torch.float32 with transport = 'deepep': cast the layer with "
-                ".to(torch.bfloat16), use autocast, or take symm or collective",
-            )
-        if routing.ids.shape[1] > MOST_CHOICES:
-            rule = f"of at most {MOST_CHOICES} experts a token with transport = 'deepep'"
-            raise InputError("routing.ids", f"of {routing.ids.shape[1]}", rule)
-        fills = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
-        if fills and torch.are_deterministic_algorithms_enabled():
-            raise BackendUnavailable(
-                "DeepEP refuses to run with torch.use_deterministic_algorithms(True) while torch "
-                "fills new memory: set torch.utils.deterministic.fill_uninitialized_memory = False"
-            )
-        if check.wanted() and not capturing():
-            _refuse_duplicates(routing.ids)
         self.calls += 1
         self._agree()
         rows, top_k = _padded(x), routing.ids.shape[1]
@@ -110,23 +88,23 @@ class DeepEPTransport:
         arrived = torch.arange(len(received.rows), device=x.device) < received.count
         local_ids = received.ids.masked_fill(~arrived[:, None], -1).clamp_(min=-1).int()
         plan = DeepEPPlan(local_ids, buffer, received.handle, local_ids.numel(), self.calls)
-        return Sent(plan, _cut(received.rows, x.shape[1]), received.gates)
+        return Sent(plan, cut(received.rows, x.shape[1]), received.gates)
 
     def replay(self, plan: DeepEPPlan, x: Tensor, *, keep: bool = True) -> Tensor:
         with self._move(plan.call, "rows out"):
-            return _cut(plan.buffer.replay(plan.handle, _padded(x)), x.shape[1])
+            return cut(plan.buffer.replay(plan.handle, _padded(x)), x.shape[1])
 
     def replay_gates(self, plan: DeepEPPlan, gates: Tensor) -> Tensor:
         """As bf16 rows of twice as many columns, whose bits nobody looks at."""
         with self._move(plan.call, "gates out"):
             bits = gates.contiguous().view(MOVED)
             moved = plan.buffer.replay(plan.handle, _padded(bits))
-        return _cut(moved, bits.shape[1]).view(gates.dtype)
+        return cut(moved, bits.shape[1]).view(gates.dtype)
 
     def combine(self, plan: DeepEPPlan, rows: Tensor) -> Tensor:
         with self._move(plan.call, "rows back"):
             summed, _ = plan.buffer.combine(plan.handle, _padded(rows))
-        return _cut(summed, rows.shape[1])
+        return cut(summed, rows.shape[1])
 
     def combine_gates(self, plan: DeepEPPlan, gates: Tensor) -> Tensor:
         """Beside the narrowest rows that there are, of zeros: gates do not travel back alone."""
@@ -170,28 +148,12 @@ class DeepEPTransport:
                     "transport = 'deepep' cannot make its buffer while a CUDA graph is captured: "
                     "run it before, forward and backward, or call layer.warmup(tokens)"
                 )
-            buffer = pool.make(
-                buffers.load(self.ep.size), self.ep, room, device, ordered=ordered, sms=self.sms
-            )
+            library = buffers.load(self.name, self.ep.size, device)
+            buffer = pool.make(library, self.ep, room, device, ordered=ordered, sms=self.sms)
             log.info("transport deepep: a buffer of %.3g GB, for %s", buffer.bytes / 1e9, room)
         return buffer
 
 
 def _padded(values: Tensor) -> Tensor:
     """(n,H) -> as wide as DeepEP can combine."""
-    missing = -values.shape[1] % WIDTH
-    return F.pad(values, (0, missing)) if missing else values.contiguous()
-
-
-def _cut(values: Tensor, columns: int) -> Tensor:
-    return values if values.shape[1] == columns else values[:, :columns].contiguous()
-
-
-def _refuse_duplicates(ids: Tensor) -> None:
-    """An expert that a token names twice stops the kernel of v2, and with it the process."""
-    ordered = ids.sort(1).values
-    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-    if bool(twice.any()):
-        token = int(twice.any(1).nonzero()[0])
-        got = f"{ids[token].tolist()} for token {token}"
-        raise InputError("routing.ids", got, "different experts, with transport = 'deepep'")
+    return buffers.padded(values, values.shape[1] + -values.shape[1] % WIDTH)

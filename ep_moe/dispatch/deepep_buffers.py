@@ -15,12 +15,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
+from ep_moe import check
+from ep_moe.dispatch.moves import capturing
 from ep_moe.dispatch.needs import needs_of, unmet
-from ep_moe.errors import BackendUnavailable
+from ep_moe.errors import BackendUnavailable, InputError
 from ep_moe.host import BUFFERS, Host
 from ep_moe.parallel import ExpertParallel
+from ep_moe.types import Routing
 
+MOVED = torch.bfloat16  # it can add up nothing else
 WIDTH = 256  # columns of a row come in multiples of it: combine is compiled for no other
 MOST_CHOICES = 32  # of a token, in all generations
 MAKING = "the making of DeepEP's buffer"
@@ -87,6 +92,53 @@ class Buffer(Protocol):
         ...
 
 
+def check_call(name: str, x: Tensor, routing: Routing, *, tokens: int, choices: int) -> None:
+    """Refuse what DeepEP would meet with an assertion of its own, or a trap on the device."""
+    ids, gates = routing.ids, routing.gate_weights
+    if len(x) > tokens:
+        rule = f"of at most max_tokens_per_rank = {tokens} tokens (or slots, if exact)"
+        raise InputError("x", f"of {len(x)}", rule)
+    if x.dtype != MOVED or gates.dtype != torch.float32:
+        raise InputError(
+            "x and gate_weights",
+            f"{x.dtype} and {gates.dtype}",
+            f"{MOVED} and torch.float32 with transport = {name!r}: cast the layer with "
+            ".to(torch.bfloat16), use autocast, or take symm or collective",
+        )
+    if ids.shape[1] > choices:
+        rule = f"of at most {choices} experts a token with transport = {name!r}"
+        raise InputError("routing.ids", f"of {ids.shape[1]}", rule)
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
+    if fills and torch.are_deterministic_algorithms_enabled():
+        raise BackendUnavailable(
+            "DeepEP refuses to run with torch.use_deterministic_algorithms(True) while torch "
+            "fills new memory: set torch.utils.deterministic.fill_uninitialized_memory = False"
+        )
+    if check.wanted() and not capturing():
+        _refuse_duplicates(name, ids)
+
+
+def padded(values: Tensor, columns: int) -> Tensor:
+    """(n,H) -> (n,columns), with zeros."""
+    missing = columns - values.shape[1]
+    return F.pad(values, (0, missing)) if missing else values.contiguous()
+
+
+def cut(values: Tensor, columns: int) -> Tensor:
+    """And back."""
+    return values if values.shape[1] == columns else values[:, :columns].contiguous()
+
+
+def _refuse_duplicates(name: str, ids: Tensor) -> None:
+    """An expert that a token names twice stops the kernel of v2, and with it the process."""
+    ordered = ids.sort(1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if bool(twice.any()):
+        token = int(twice.any(1).nonzero()[0])
+        got = f"{ids[token].tolist()} for token {token}"
+        raise InputError("routing.ids", got, f"different experts, with transport = {name!r}")
+
+
 class Pool:
     """What the layers of a group share. Buffers that have become too small stay: plans and CUDA
     graphs use them, and only a call of all ranks would give their memory back."""
@@ -123,18 +175,22 @@ class Pool:
             self.buffers.pop().close()
 
 
-def load(ranks: int) -> ModuleType:
-    """`deep_ep`, after a look at what it needs: importing it where NCCL does not fit would end in
-    an assertion about a file.
+def load(name: str, ranks: int, device: torch.device) -> ModuleType:
+    """`deep_ep`, after a look at what that transport needs: importing it where NCCL does not fit
+    would end in an assertion about a file.
 
     Raises BackendUnavailable that says what is missing and what to install.
     """
+    if device.type != "cuda":
+        raise BackendUnavailable(
+            f"transport = {name!r} needs GPUs, and x is on {device}: use collective or auto"
+        )
     host = Host.look()
-    missing = unmet(needs_of("deepep", host, ranks))
+    missing = unmet(needs_of(name, host, ranks))
     if missing:
         reasons = "; ".join(f"{n.what}: {n.has}, needs {n.needs} ({n.remedy})" for n in missing)
         raise BackendUnavailable(
-            f"transport = 'deepep' cannot run here: {reasons}. `ep-moe doctor` shows all of it; "
+            f"transport = {name!r} cannot run here: {reasons}. `ep-moe doctor` shows all of it; "
             "transports auto, symm and collective need no DeepEP"
         )
     if not host.network_cards:
@@ -143,7 +199,7 @@ def load(ranks: int) -> ModuleType:
         import deep_ep  # pyright: ignore[reportMissingImports]
     except Exception as error:  # it asserts, compares files, starts a compiler
         raise BackendUnavailable(
-            f"transport = 'deepep' cannot import deep_ep: {error}. It wants one NCCL in the "
+            f"transport = {name!r} cannot import deep_ep: {error}. It wants one NCCL in the "
             "process, the very file that it was linked with: README, DeepEP"
         ) from error
     return deep_ep

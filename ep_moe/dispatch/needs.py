@@ -135,6 +135,13 @@ def _deepep_low_latency(host: Host, ranks: int) -> Iterator[Need]:
     )
     yield _capability(host)
     yield from _v1_ranks(host, ranks)
+    yield _need(
+        "network cards",
+        "RDMA with IBGDA, on NVLink too: the kernels look for its queues",
+        ", ".join(host.network_cards) or "none",
+        bool(host.network_cards),
+        "use deepep or symm, which need none",
+    )
     if found is None or found.generation == "v2":  # v2 looks at them when it is imported
         yield from _versions(host, "v2", DEEPEP_VERSIONS["v2"])
 

@@ -22,7 +22,10 @@ class Caps:
     unordered      rows that are not to be kept are ordered by source rank alone, in each plan anew.
     fixed_size     its buffers have room for `max_tokens_per_rank` tokens of each rank.
     dtypes         of the rows that it moves; None = any.
-    backward       its moves back are the adjoints of those out.
+    backward       its moves back are the adjoints of those out; without it, it runs with autograd
+                   off only.
+    weighs         combine multiplies by the gate weights, at the token's rank: experts must not. A
+                   row arrives for each of a token's experts, with that one and gate 1.
     """
 
     needs_group: bool
@@ -34,6 +37,7 @@ class Caps:
     fixed_size: bool = False
     dtypes: tuple[torch.dtype, ...] | None = None
     backward: bool = True
+    weighs: bool = False
 
 
 class Plan(Protocol):

@@ -95,7 +95,7 @@ def test_the_fastest_by_its_slowest_rank_is_taken_measured_once_and_said_once(tm
         assert turns == 3 * (auto.WARM + auto.TURNS)
         said = [line for line in lines if line.startswith("transport auto")]
         assert len(said) == (rank == 0)
-        assert shared == ["auto", "deepep"]  # nobody else's buffers are left
+        assert shared == ["auto", "deepep, 16 sms"]  # nobody else's buffers are left
         for line in said:
             assert "transport auto: deepep for gpu none, ranks 2, tokens 8, hidden_size 16" in line
             assert "of 5 tokens took collective 5 ms, deepep 4.5 ms, symm 8 ms" in line
@@ -145,7 +145,7 @@ def failing_trial(rank, folder):
     return choice(rank), lines
 
 
-def refuse_all(*_):
+def refuse_all(*_, **__):
     raise BackendUnavailable("no buffer")
 
 

@@ -348,6 +348,14 @@ def test_what_it_refuses():
     run_ranks(refusals, 2)
 
 
+GPU = torch.device("cuda")
+
+
+def test_tensors_on_a_cpu():
+    with pytest.raises(BackendUnavailable, match=r"'deepep' needs GPUs, and x is on cpu"):
+        deepep_buffers.load("deepep", 2, torch.device("cpu"))
+
+
 def missing(monkeypatch, tmp_path, source, **changes):
     """A deep_ep of these lines, and a machine that has all it needs."""
     host = replace(h200s(2), **changes)
@@ -362,19 +370,20 @@ def missing(monkeypatch, tmp_path, source, **changes):
 @pytest.mark.skipif(find_spec("deep_ep") is not None, reason="deep_ep is installed here")
 def test_no_deepep():
     with pytest.raises(BackendUnavailable, match=r"DeepEP: missing.*pip install ep-moe\[deepep\]"):
-        deepep_buffers.load(2)
+        deepep_buffers.load("deepep", 2, GPU)
 
 
 @pytest.mark.parametrize("error", ["AssertionError", "ImportError", "TypeError", "RuntimeError"])
 def test_a_deepep_that_does_not_load(error, monkeypatch, tmp_path):
     missing(monkeypatch, tmp_path, f"raise {error}('Duplicate NCCL')")
     with pytest.raises(BackendUnavailable, match=r"cannot import deep_ep: Duplicate NCCL.*README"):
-        deepep_buffers.load(2)
+        deepep_buffers.load("deepep", 2, GPU)
 
 
 def test_a_deepep_of_another_generation(monkeypatch, tmp_path):
     missing(monkeypatch, tmp_path, "")
-    make = partial(deepep_buffers.make_buffer, deepep_buffers.load(2), ordered=False, sms=8)
+    library = deepep_buffers.load("deepep", 2, GPU)
+    make = partial(deepep_buffers.make_buffer, library, ordered=False, sms=8)
     with pytest.raises(BackendUnavailable, match=r"deep_ep at .*__init__\.py.*EPBuffer"):
         make(ExpertParallel(size=2), deepep_buffers.Room(8, 256, 2), torch.device("cpu"))
 
@@ -387,7 +396,7 @@ def test_gin_is_disabled_where_there_is_no_network_card(
 ):
     missing(monkeypatch, tmp_path, "", network_cards=cards)
     monkeypatch.setattr(os, "environ", {} if before is None else {"EP_DISABLE_GIN": before})
-    deepep_buffers.load(2)
+    deepep_buffers.load("deepep", 2, GPU)
     assert os.environ.get("EP_DISABLE_GIN") == after
 
 

@@ -246,17 +246,26 @@ def test_deepep_v1_serves_some_numbers_of_ranks(name):
     assert serves == list(V1_RANKS)
 
 
+WITH_CARDS = replace(TWO, network_cards=("mlx5_0",))
+
+
 def test_low_latency_needs_the_class_of_v1():
     for deepep in (V1, V2):
-        assert lacking("deepep_low_latency", replace(TWO, deepep=deepep), 2) == {}
+        assert lacking("deepep_low_latency", replace(WITH_CARDS, deepep=deepep), 2) == {}
     for deepep in (V25, None):
-        said = lacking("deepep_low_latency", replace(TWO, deepep=deepep), 2)
+        said = lacking("deepep_low_latency", replace(WITH_CARDS, deepep=deepep), 2)
         assert list(said) == ["DeepEP"]
         assert "pip install ep-moe[deepep]" in said["DeepEP"]
 
 
+def test_low_latency_needs_rdma_though_on_nvlink():
+    said = lacking("deepep_low_latency", replace(TWO, deepep=V2), 2)
+    assert list(said) == ["network cards"]
+    assert "IBGDA" in said["network cards"]
+
+
 def test_low_latency_of_v2_needs_the_nccl_of_v2():
-    old = replace(TWO, nccl="2.28.9")
+    old = replace(WITH_CARDS, nccl="2.28.9")
     assert list(lacking("deepep_low_latency", replace(old, deepep=V2), 2)) == ["NCCL"]
     assert lacking("deepep_low_latency", replace(old, deepep=V1), 2) == {}
 

@@ -30,6 +30,7 @@ class LowLatency:
         self.num_qps, self.hidden = num_qps, hidden
         self.num_ranks, self.rank = group.size(), group.rank()
         self.results: deque[Tensor] = deque()
+        self.layout: tuple[int, int, int] | None = None
 
     def check_room(self, bound: int, hidden: int, num_experts: int) -> None:
         needed = layout_bytes(bound, hidden, num_experts)
@@ -72,6 +73,10 @@ class LowLatency:
         fault = core.reads_nowhere(topk_idx, num_experts)
         if self.num_qps < per_rank:
             fault = "num_rc_per_pe >= num_local_experts"
+        # A slower rank still reads what the places of another layout are written over.
+        if self.layout not in (None, (bound, hidden, num_experts)):
+            fault = "the buffer is dirty: another layout than before, without cleaning"
+        self.layout = (bound, hidden, num_experts)
         sent = []
         for rank in range(ranks):
             blocks = []

@@ -207,6 +207,7 @@ class Buffer:
     ) -> None:
         host_assert(self.low_latency_mode, "low_latency_mode")
         self.runtime.low_latency.check_room(num_max_dispatch_tokens_per_rank, hidden, num_experts)
+        self.runtime.low_latency.layout = None
 
     @torch.no_grad()
     def low_latency_dispatch(
