@@ -9,6 +9,7 @@ from benchmarks.bench_dispatch import ALL_ROWS, Bench, DispatchBench
 from benchmarks.records import Recorder
 from ep_moe.parallel import Process
 from ep_moe.testing import run_ranks
+from tests.dispatch.fake_deepep import stand_in
 from tests.dispatch.windows import needs_interpreter, share_files
 
 SMALL = {
@@ -46,6 +47,7 @@ def test_packing_is_timed_beside_a_copy(tmp_path, capsys):
 
 def on_ranks(rank, folder, window_files, changes, broken=False):
     share_files(window_files)
+    stand_in("v2.5")
     process = Process(rank, rank, dist.get_world_size(), torch.device("cpu"), dist.group.WORLD)
     config = DispatchBench(**SMALL | changes)
     if broken:
@@ -55,15 +57,22 @@ def on_ranks(rank, folder, window_files, changes, broken=False):
 
 
 @needs_interpreter
-def test_every_transport_is_timed_beside_a_row_for_every_choice(tmp_path):
-    run_ranks(on_ranks, 2, str(tmp_path), str(tmp_path), {"skew": 1.5, "sms": 4})
+@pytest.mark.parametrize("dtype, kept", [("float32", {"symm"}), ("bfloat16", {"symm", "deepep"})])
+def test_every_transport_is_timed_beside_a_row_for_every_choice(dtype, kept, tmp_path):
+    """But for one that does not move the dtype."""
+    changes = {"skew": 1.5, "sms": 4, "dtype": dtype}
+    run_ranks(on_ranks, 2, str(tmp_path), str(tmp_path), changes)
     found = {(r["case"]["scope"], r["case"]["tokens"], r["impl"]) for r in records(tmp_path)}
     assert found == {
         (scope, tokens, impl)
-        for scope in ("dispatch", "combine")
+        for scope, impls in {
+            "dispatch": {"collective", ALL_ROWS} | kept,
+            "dispatch, kept": kept,
+            "combine": {"collective", ALL_ROWS} | kept,
+        }.items()
         for tokens in (5, 8)
-        for impl in ("collective", "symm", ALL_ROWS)
-    } | {("dispatch, kept", tokens, "symm") for tokens in (5, 8)}
+        for impl in impls
+    }
     assert {r["unit"] for r in records(tmp_path)} == {"ms", "calls", "GB/s", "SMs"}
     assert {r["value"] for r in records(tmp_path) if r["unit"] == "SMs"} == {4}
 
