@@ -21,10 +21,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ep_moe import check
 from ep_moe.dispatch import deepep_buffers as buffers
 from ep_moe.dispatch.deepep_buffers import MOST_CHOICES, MOVED, WIDTH, Buffer, Pool, Room, cut
-from ep_moe.dispatch.moves import capturing, stage
+from ep_moe.dispatch.moves import agree, capturing, stage
 from ep_moe.dispatch.protocol import Caps, Sent
 from ep_moe.errors import BackendUnavailable, ConfigError
 from ep_moe.parallel import ExpertParallel
@@ -118,23 +117,13 @@ class DeepEPTransport:
         return self.ep.waiting(stage(self.layer, call, what))
 
     def _agree(self) -> None:
-        """In the first call: have all ranks been told the same? Kernels are made for the bound, and
-        ranks of different ones would write over each other's rows."""
+        """In the first call: have all ranks been told the same?"""
         if self.agreed or capturing():
             return
         if not 1 <= self.sms <= MOST_SMS or self.sms % 2:
             raise ConfigError("sms", self.sms, f"an even number up to {MOST_SMS}")
-        mine = (self.bound, self.sms)
-        now = f"the first call of layer {self.layer}"
-        if check.wanted():  # else these words would be compared with those of another exchange
-            check.same_exchange(self.ep.peers, now)
-        told = self.ep.peers.gather(mine, now)
-        for name, values in zip(
-            ("max_tokens_per_rank", "sms"), zip(*told, strict=True), strict=True
-        ):
-            if len(set(values)) > 1:
-                rule = "the same on every rank (max_tokens_per_rank: the same power of two)"
-                raise ConfigError(name, list(values), rule)
+        told = {"max_tokens_per_rank, as a power of two,": self.bound, "sms": self.sms}
+        agree(self.ep.peers, self.layer, told)
         self.agreed = True
 
     def _buffer(self, room: Room, device: torch.device, *, ordered: bool) -> Buffer:

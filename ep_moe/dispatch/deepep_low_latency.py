@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ep_moe.dispatch import deepep_buffers as buffers
 from ep_moe.dispatch.deepep_buffers import MAKING, MOVED, cut, padded
-from ep_moe.dispatch.moves import capturing, stage
+from ep_moe.dispatch.moves import agree, capturing, stage
 from ep_moe.dispatch.needs import V1_RANKS
 from ep_moe.dispatch.protocol import Caps, Sent
 from ep_moe.errors import BackendUnavailable, ConfigError, InputError
@@ -160,13 +160,11 @@ class LowLatencyTransport:
         return self.ep.waiting(stage(self.layer, call, what))
 
     def _agree(self) -> None:
-        """In the first call: ranks of different bounds would write over each other's rows."""
+        """In the first call: have all ranks been told the same?"""
         if self.agreed or capturing():
             return
-        told = self.ep.peers.gather(self.bound, f"the first call of layer {self.layer}")
-        if len(set(told)) > 1:
-            rule = "the same power of two on every rank"
-            raise ConfigError("max_tokens_per_rank", told, rule)
+        told = {"max_tokens_per_rank, as a power of two,": self.bound}
+        agree(self.ep.peers, self.layer, told)
         self.agreed = True
 
     def _buffer(self, x: Tensor, num_experts: int) -> tuple[int, Any]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe import check
-from ep_moe.dispatch.moves import capturing, stage
+from ep_moe.dispatch.moves import agree, capturing, stage
 from ep_moe.dispatch.protocol import Caps, Sent
 from ep_moe.errors import BackendUnavailable, ConfigError, DispatchTimeout, InputError
 from ep_moe.parallel import ExpertParallel
@@ -226,11 +226,8 @@ class SymmTransport:
             return
         if not 1 <= self.sms <= MOST_SMS:
             raise ConfigError("sms", self.sms, f"1 to {MOST_SMS}")
-        mine, now = (self.max_tokens, self.sms), f"the first call of layer {self.layer}"
-        told = zip(*self.ep.peers.gather(mine, now), strict=True)
-        for name, values in zip(("max_tokens_per_rank", "sms"), told, strict=True):
-            if len(set(values)) > 1:
-                raise ConfigError(name, list(values), "the same on every rank")
+        told = {"max_tokens_per_rank": self.max_tokens, "sms": self.sms}
+        agree(self.ep.peers, self.layer, told)
         self.agreed = True
 
     def _link(self, window: Window) -> "Link":

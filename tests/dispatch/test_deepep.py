@@ -334,7 +334,7 @@ def refusals(rank):
     layer.transport.sms = 8 + 2 * rank
     with pytest.raises(ConfigError, match=r"sms = \[8, 10\].*the same on every rank"):
         layer(x)
-    with pytest.raises(ConfigError, match=r"max_tokens_per_rank = \[16, 32\].*same power of two"):
+    with pytest.raises(ConfigError, match=r"as a power of two, = \[16, 32\].*same on every rank"):
         make(SIZES, 16 + rank)(x)
     for most in (16 - rank, 6):  # the same power of two, and nothing left behind by all that
         assert_same(

@@ -286,7 +286,7 @@ def test_what_it_refuses():
 def unlike(rank):
     stand_in("v1")
     layer = make_layer(over_deepep(case(1, 1), max_tokens_per_rank=4 + rank), dist.group.WORLD)
-    with pytest.raises(ConfigError, match=r"max_tokens_per_rank = \[4, 8\].*same power of two"):
+    with pytest.raises(ConfigError, match=r"as a power of two, = \[4, 8\].*same on every rank"):
         outputs(layer, case(1, 1), rank)
     layer = make_layer(over_deepep(case(1, 1), max_tokens_per_rank=5 + rank), dist.group.WORLD)
     outputs(layer, case(1, 1), rank)

@@ -25,7 +25,7 @@ from ep_moe.kernels.window import ARRIVAL, SLOTS, layout
 from ep_moe.testing import run_ranks
 from tests.dispatch.ep_cases import compare, expert_parallel, one_process
 from tests.dispatch.test_expert_parallel import CASES
-from tests.dispatch.test_transports import check_moves, moves
+from tests.dispatch.test_transports import Kind, check_moves, moves
 from tests.dispatch.windows import ON_GPUS, needs_interpreter, share_files
 
 MOST = 40  # tokens of a rank
@@ -302,7 +302,7 @@ def unlike_programs(rank, folder):
 
 @needs_interpreter
 def test_programs(tmp_path):
-    assert SLOTS.value == symm.MOST_PROGRAMS
+    assert SLOTS.value == symm.MOST_SMS
     run_ranks(unlike_programs, 2, str(tmp_path))
 
 
@@ -390,11 +390,11 @@ def test_windows_grow(tmp_path):
 
 def around_the_end_of_the_epochs(rank, folder):
     share_files(folder)
-    found = [moves(rank, "symm", (6, 5), "random", "cpu")]
+    found = [moves(rank, Kind("symm"), (6, 5), "random", "cpu")]
     window = ExpertParallel.resolve(dist.group.WORLD).peers.shared["symm"]
     dist.barrier()
     window.epochs.fill_(2**31 - 3)
-    found += [moves(rank, "symm", (6, 5), "random", "cpu") for _ in range(2)]
+    found += [moves(rank, Kind("symm"), (6, 5), "random", "cpu") for _ in range(2)]
     assert window.epochs[0] < 0
     return found
 
@@ -403,4 +403,4 @@ def around_the_end_of_the_epochs(rank, folder):
 def test_epochs_wrap_around(tmp_path):
     ranks = run_ranks(around_the_end_of_the_epochs, 2, str(tmp_path))
     for found in zip(*ranks, strict=True):
-        check_moves("symm", (6, 5), "random", list(found))
+        check_moves(Kind("symm"), (6, 5), "random", list(found))
