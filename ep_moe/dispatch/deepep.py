@@ -85,7 +85,7 @@ class DeepEPTransport:
         with self._move(self.calls, "rows out"):
             received = buffer.dispatch(rows, ids, gates.contiguous(), num_experts, self.bound)
         arrived = torch.arange(len(received.rows), device=x.device) < received.count
-        local_ids = received.ids.masked_fill(~arrived[:, None], -1).clamp_(min=-1).int()
+        local_ids = torch.where(arrived[:, None], received.ids, -1).int()
         plan = DeepEPPlan(local_ids, buffer, received.handle, local_ids.numel(), self.calls)
         return Sent(plan, cut(received.rows, x.shape[1]), received.gates)
 
