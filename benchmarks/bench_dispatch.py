@@ -37,7 +37,7 @@ from ep_moe.config import parse_args
 from ep_moe.dispatch import TRANSPORTS, Transport, make_transport
 from ep_moe.dispatch.deepep import DeepEPTransport
 from ep_moe.dispatch.symm import SymmTransport
-from ep_moe.errors import BackendUnavailable, ConfigError
+from ep_moe.errors import BackendUnavailable, ConfigError, InputError
 from ep_moe.parallel import Process
 from ep_moe.routing.forced import ForcedRouting
 
@@ -197,7 +197,7 @@ class Bench:
                     transport.sms = config.sms
                 moves[name] = _moves_of(transport, config.num_experts)
                 moves[name].out(sets[0])
-            except (BackendUnavailable, ConfigError) as reason:
+            except (BackendUnavailable, ConfigError, InputError) as reason:
                 moves.pop(name, None)
                 say(f"skipped {name}: {reason}", process)
         moves[ALL_ROWS] = _moves_of_all_rows(ep, config.num_experts, config.top_k)
