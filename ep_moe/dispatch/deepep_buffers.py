@@ -28,6 +28,7 @@ from ep_moe.types import Routing
 MOVED = torch.bfloat16  # it can add up nothing else
 WIDTH = 256  # columns of a row come in multiples of it: combine is compiled for no other
 MOST_CHOICES = 32  # of a token, in all generations
+WIDEST_V1 = 7936  # half a row, and 8 bytes more, must fit its 8 KiB of shared memory; else it traps
 MAKING = "the making of DeepEP's buffer"
 
 
@@ -303,6 +304,11 @@ class _First:
         ordered: bool,
         sms: int,
     ) -> None:
+        if room.columns > WIDEST_V1:
+            raise BackendUnavailable(
+                f"DeepEP v1 moves rows of at most {WIDEST_V1} columns, and these have, padded, "
+                f"{room.columns}: install v2 or v2.5, or take symm or collective"
+            )
         kind, self.room, self.ranks = library.Buffer, room, ep.size
         others = kind.num_sms  # of the whole process
         kind.set_num_sms(sms)

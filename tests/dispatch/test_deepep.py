@@ -348,6 +348,22 @@ def test_what_it_refuses():
     run_ranks(refusals, 2)
 
 
+def too_wide(rank, generation):
+    stand_in(generation)
+    layer = make(config(num_experts=12, top_k=1, hidden_size=7937))
+    if generation == "v1":
+        with pytest.raises(BackendUnavailable, match=r"at most 7936 columns.*padded, 8192: .*symm"):
+            layer(data(rank, 7937, 2)[0])
+        layer = make(config(num_experts=12, top_k=1, hidden_size=7936))
+    layer(data(rank, layer.config.hidden_size, 2)[0])
+
+
+@pytest.mark.parametrize("generation", ["v1", "v2.5"])
+def test_rows_that_v1_has_no_room_for(generation):
+    """Its kernel would trap, and the process could do nothing more on the GPU."""
+    run_ranks(too_wide, 2, generation)
+
+
 GPU = torch.device("cuda")
 
 
