@@ -13,20 +13,27 @@ import os
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ep_moe import check
 from ep_moe.dispatch.collective import CollectiveTransport
 from ep_moe.dispatch.deepep import DeepEPTransport
 from ep_moe.dispatch.moves import capturing
 from ep_moe.dispatch.needs import needs_of, unmet
 from ep_moe.dispatch.protocol import Caps, Plan, Sent, Transport
 from ep_moe.dispatch.symm import SymmTransport
-from ep_moe.errors import BackendUnavailable
+from ep_moe.errors import (
+    BackendUnavailable,
+    CallMismatch,
+    ConfigError,
+    DispatchTimeout,
+    PeerLost,
+)
 from ep_moe.host import Host
 from ep_moe.parallel import ExpertParallel
 from ep_moe.types import Routing
@@ -118,17 +125,31 @@ class AutoTransport:
             top_k=routing.ids.shape[1],
             dtype=str(x.dtype).removeprefix("torch."),
         )
+        self._agree(sizes)
         found: dict[Sizes, str] = self.ep.peers.shared.setdefault(self.name, {})
         if sizes not in found:
             found[sizes] = self._find(sizes, x, routing)
         return self._make(found[sizes])
+
+    def _agree(self, sizes: Sizes) -> None:
+        """Ranks that differ would not all look for a choice, or not in the same exchange."""
+        now = "the choice of a transport"
+        if check.wanted():
+            check.same_exchange(self.ep.peers, now)
+        mine = asdict(replace(sizes, gpu=""))  # of several makes there may be
+        told = self.ep.peers.gather(mine, now)
+        for name in mine:
+            values = [of_rank[name] for of_rank in told]
+            if len(set(values)) > 1:
+                field = "max_tokens_per_rank" if name == "tokens" else name
+                raise ConfigError(field, values, "the same on every rank with transport = 'auto'")
 
     def _make(self, name: str) -> Transport:
         return MEASURED[name](self.ep, self.max_tokens)
 
     def _find(self, sizes: Sizes, x: Tensor, routing: Routing) -> str:
         """The fastest one's name, the same on every rank."""
-        peers, reasons = self.ep.peers, self._reasons(x)
+        peers, reasons = self.ep.peers, self._reasons(x, sizes.top_k)
         able = peers.gather([name for name in MEASURED if name not in reasons], "what can run")
         among = [name for name in MEASURED if all(name in of_rank for of_rank in able)]
         reasons = {
@@ -154,14 +175,16 @@ class AutoTransport:
         self._announce(sizes, fastest, how, reasons)
         return fastest
 
-    def _reasons(self, x: Tensor) -> dict[str, str]:
+    def _reasons(self, x: Tensor, top_k: int) -> dict[str, str]:
         """Why some cannot run here."""
         host, reasons = Host.look(), {}
         for name, transport in MEASURED.items():
-            most, dtypes = transport.caps.max_ranks, transport.caps.dtypes
-            if most is not None and self.ep.size > most:
-                reasons[name] = f"serves {most} ranks at most"
-            elif dtypes is not None and x.dtype not in dtypes:
+            caps = transport.caps
+            if caps.max_ranks is not None and self.ep.size > caps.max_ranks:
+                reasons[name] = f"serves {caps.max_ranks} ranks at most"
+            elif caps.max_choices is not None and top_k > caps.max_choices:
+                reasons[name] = f"sends a token to {caps.max_choices} experts at most"
+            elif caps.dtypes is not None and x.dtype not in caps.dtypes:
                 reasons[name] = f"does not move {x.dtype}"
             elif missing := unmet(needs_of(name, host, self.ep.size)):
                 reasons[name] = "; ".join(f"{n.what}: {n.has} ({n.remedy})" for n in missing)
@@ -186,8 +209,11 @@ class AutoTransport:
                 for _ in range(WARM):
                     _turn(transport, x, routing, num_experts)
                 ready[name] = transport
-            except BackendUnavailable as error:
-                failure = str(error)
+            except (PeerLost, DispatchTimeout, CallMismatch):
+                raise
+            except (RuntimeError, AssertionError) as error:  # no memory, a compiler, DeepEP's own
+                failure = str(error) or type(error).__name__
+                log.warning("transport auto: %s failed when it was tried: %s", name, failure)
             failures = [word for word in peers.gather(failure, f"a trial of {name}") if word]
             if failures:
                 ready.pop(name, None)
@@ -232,17 +258,31 @@ def _words(reasons: Mapping[str, str]) -> str:
 def _saved(sizes: Sizes) -> str | None:
     """What an earlier run chose."""
     path = os.environ.get(FILE)
-    if not path or not Path(path).exists():
-        return None
-    return json.loads(Path(path).read_text()).get(str(sizes), {}).get("transport")
+    return _read(path).get(str(sizes), {}).get("transport") if path else None
+
+
+def _read(path: str) -> dict[str, dict[str, Any]]:
+    """What the file keeps, by the words of sizes; nothing where there is none yet."""
+    field, rule = f"{FILE}={path}", "a file that auto wrote, or none"
+    try:
+        known = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(field, repr(error), rule) from error
+    if not isinstance(known, dict) or not all(isinstance(entry, dict) for entry in known.values()):
+        raise ConfigError(field, known, rule)
+    return known
 
 
 def _save(sizes: Sizes, fastest: str, times: Mapping[str, float]) -> None:
     path = os.environ.get(FILE)
     if not path:
         return
-    known = json.loads(Path(path).read_text()) if Path(path).exists() else {}
-    known[str(sizes)] = {"transport": fastest, "ms": dict(times)}
+    known = _read(path) | {str(sizes): {"transport": fastest, "ms": dict(times)}}
     unfinished = Path(f"{path}.{os.getpid()}")
-    unfinished.write_text(json.dumps(known, indent=2) + "\n")
-    unfinished.replace(path)
+    try:
+        unfinished.write_text(json.dumps(known, indent=2) + "\n")
+        unfinished.replace(path)
+    except OSError as error:  # this rank alone writes; the others go on
+        log.warning("transport auto: %s=%s keeps nothing: %r", FILE, path, error)

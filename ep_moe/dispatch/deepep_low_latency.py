@@ -88,6 +88,7 @@ class LowLatencyTransport:
         in_place=True,
         fixed_size=True,
         dtypes=(MOVED,),
+        max_choices=MOST_CHOICES,
         backward=False,
         weighs=True,
     )
