@@ -49,7 +49,7 @@ log = logging.getLogger("ep_moe")
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a choice is for; tokens are the most of a rank."""
+    """What a choice is for; tokens are the most of a rank. keep: rows, for a backward."""
 
     gpu: str
     ranks: int
@@ -58,6 +58,7 @@ class Sizes:
     num_experts: int
     top_k: int
     dtype: str
+    keep: bool
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in asdict(self).items())
@@ -95,7 +96,7 @@ class AutoTransport:
 
     def dispatch(self, x: Tensor, routing: Routing, num_experts: int, *, keep: bool = True) -> Sent:
         if self.transport is None:
-            self.transport = self._choose(x, routing, num_experts)
+            self.transport = self._choose(x, routing, num_experts, keep=keep)
         return self.transport.dispatch(x, routing, num_experts, keep=keep)
 
     def replay(self, plan: Plan, x: Tensor, *, keep: bool = True) -> Tensor:
@@ -110,7 +111,7 @@ class AutoTransport:
     def combine_gates(self, plan: Plan, gates: Tensor) -> Tensor:
         return self.chosen.combine_gates(plan, gates)
 
-    def _choose(self, x: Tensor, routing: Routing, num_experts: int) -> Transport:
+    def _choose(self, x: Tensor, routing: Routing, num_experts: int, *, keep: bool) -> Transport:
         if capturing():
             raise BackendUnavailable(
                 "transport = 'auto' chooses in its first call, which cannot be captured in a CUDA "
@@ -124,6 +125,7 @@ class AutoTransport:
             num_experts=num_experts,
             top_k=routing.ids.shape[1],
             dtype=str(x.dtype).removeprefix("torch."),
+            keep=keep,
         )
         self._agree(sizes)
         found: dict[Sizes, str] = self.ep.peers.shared.setdefault(self.name, {})
@@ -166,7 +168,7 @@ class AutoTransport:
         if saved[0] in among and saved.count(saved[0]) == len(saved):
             self._announce(sizes, saved[0], f"as {os.environ[FILE]} says", reasons)
             return saved[0]
-        times = self._measure(among, reasons, x, routing, sizes.num_experts)
+        times = self._measure(among, reasons, x, routing, sizes)
         fastest = min(times, key=times.__getitem__)
         if self.ep.rank == 0:
             _save(sizes, fastest, times)
@@ -197,7 +199,7 @@ class AutoTransport:
         reasons: dict[str, str],
         x: Tensor,
         routing: Routing,
-        num_experts: int,
+        sizes: Sizes,
     ) -> dict[str, float]:
         """ms of a dispatch and a combine, by the median of turns that all take one after the other,
         on the slowest rank. One that fails on a rank is left out, and its reason noted."""
@@ -207,7 +209,7 @@ class AutoTransport:
             try:
                 transport = self._make(name)
                 for _ in range(WARM):
-                    _turn(transport, x, routing, num_experts)
+                    _turn(transport, x, routing, sizes)
                 ready[name] = transport
             except (PeerLost, DispatchTimeout, CallMismatch):
                 raise
@@ -223,7 +225,7 @@ class AutoTransport:
         turns: dict[str, list[float]] = {name: [] for name in ready}
         for _ in range(TURNS):
             for name, transport in ready.items():
-                turns[name].append(_turn(transport, x, routing, num_experts))
+                turns[name].append(_turn(transport, x, routing, sizes))
         mine = {name: statistics.median(ms) for name, ms in turns.items()}
         of_ranks = peers.gather(mine, "what was measured")
         slowest = {name: max(of_rank[name] for of_rank in of_ranks) for name in ready}
@@ -239,13 +241,13 @@ class AutoTransport:
             log.info("transport auto: %s for %s: %s%s", chosen, sizes, why, others)
 
 
-def _turn(transport: Transport, x: Tensor, routing: Routing, num_experts: int) -> float:
+def _turn(transport: Transport, x: Tensor, routing: Routing, sizes: Sizes) -> float:
     """ms until the device is done, with all that the host does for it."""
     if x.is_cuda:
         torch.cuda.synchronize(x.device)
     begin = time.perf_counter()
-    sent = transport.dispatch(x, routing, num_experts)
-    transport.combine(sent.plan, sent.rows)
+    sent = transport.dispatch(x, routing, sizes.num_experts, keep=sizes.keep)
+    transport.combine(sent.plan, torch.empty_like(sent.rows))  # in memory of its own, as experts'
     if x.is_cuda:
         torch.cuda.synchronize(x.device)
     return (time.perf_counter() - begin) * 1e3

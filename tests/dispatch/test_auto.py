@@ -209,6 +209,25 @@ def test_one_that_does_not_take_so_many_choices_is_left_out(tmp_path):
     assert "deepep: sends a token to 32 experts at most" in ranks[0][1][0]
 
 
+def in_inference(rank, folder):
+    prepare(folder)
+    take({**LAST, "deepep": 1.0})
+    found = []
+    for keep in (False, True):
+        transport = AutoTransport(world(), MOST)
+        transport.dispatch(*inputs(rank), E, keep=keep)
+        (pool,) = (p for name, p in world().peers.shared.items() if name.startswith("deepep"))
+        found.append([buffer.ordered for buffer in pool.buffers])
+    return found, len(world().peers.shared["auto"])
+
+
+@needs_interpreter
+def test_what_is_measured_keeps_rows_where_the_call_does(tmp_path):
+    """DeepEP sorts rows that are kept, and would go on to, with the buffer that a trial left."""
+    for found in run_ranks(in_inference, 2, str(tmp_path), timeout=120.0):
+        assert found == ([[False], [False, True]], 2)
+
+
 def broken_deepep(rank, folder, error):
     lines = prepare(folder)
     take({**LAST, "deepep": 1.0})
