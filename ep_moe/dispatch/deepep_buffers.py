@@ -261,14 +261,14 @@ class _Elastic:
                 num_gpu_timeout_secs=seconds,
                 explicitly_destroy=True,  # its destructor would wait for the other ranks
             )
-        self.bytes = self.buffer.num_bytes
+        self.bytes, self.ids_dtype = self.buffer.num_bytes, library.topk_idx_t  # of its build
 
     def dispatch(
         self, x: Tensor, ids: Tensor, gates: Tensor, num_experts: int, most: int
     ) -> Received:
         rows, local_ids, arrived_gates, handle, _ = self.buffer.dispatch(
             x,
-            topk_idx=ids,
+            topk_idx=ids.to(self.ids_dtype),
             topk_weights=gates,
             num_experts=num_experts,
             num_max_tokens_per_rank=most,
