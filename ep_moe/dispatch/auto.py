@@ -59,6 +59,7 @@ class Sizes:
     top_k: int
     dtype: str
     keep: bool
+    sms: int | None
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in asdict(self).items())
@@ -72,10 +73,13 @@ class AutoTransport:
 
     def __init__(self, ep: ExpertParallel, max_tokens_per_rank: int | None = None) -> None:
         self.ep, self.max_tokens = ep, max_tokens_per_rank
+        self.sms: int | None = None  # that a move of symm or deepep takes; None = as many as alone
         self.transport: Transport | None = None
 
     def __deepcopy__(self, _: dict[int, Any]) -> "AutoTransport":
-        return AutoTransport(self.ep, self.max_tokens)
+        copy = AutoTransport(self.ep, self.max_tokens)
+        copy.sms = self.sms
+        return copy
 
     @property
     def caps(self) -> Caps:
@@ -126,6 +130,7 @@ class AutoTransport:
             top_k=routing.ids.shape[1],
             dtype=str(x.dtype).removeprefix("torch."),
             keep=keep,
+            sms=self.sms,
         )
         self._agree(sizes)
         found: dict[Sizes, str] = self.ep.peers.shared.setdefault(self.name, {})
@@ -147,7 +152,10 @@ class AutoTransport:
                 raise ConfigError(field, values, "the same on every rank with transport = 'auto'")
 
     def _make(self, name: str) -> Transport:
-        return MEASURED[name](self.ep, self.max_tokens)
+        transport = MEASURED[name](self.ep, self.max_tokens)
+        if self.sms is not None and isinstance(transport, SymmTransport | DeepEPTransport):
+            transport.sms = self.sms
+        return transport
 
     def _find(self, sizes: Sizes, x: Tensor, routing: Routing) -> str:
         """The fastest one's name, the same on every rank."""

@@ -228,6 +228,22 @@ def test_what_is_measured_keeps_rows_where_the_call_does(tmp_path):
         assert found == ([[False], [False, True]], 2)
 
 
+def other_sms(rank, folder):
+    prepare(folder)
+    take({**LAST, "deepep": 1.0})
+    transport = AutoTransport(world(), MOST)
+    transport.sms = 4
+    copy = deepcopy(transport)
+    for one in (transport, copy):
+        one.dispatch(*inputs(rank), E)
+    return transport.chosen.sms, copy.chosen.sms
+
+
+@needs_interpreter
+def test_sms_are_those_of_whatever_is_chosen(tmp_path):
+    assert run_ranks(other_sms, 2, str(tmp_path), timeout=120.0) == [(4, 4)] * 2
+
+
 def broken_deepep(rank, folder, error):
     lines = prepare(folder)
     take({**LAST, "deepep": 1.0})

@@ -2,7 +2,6 @@
 and every refusal in words. The moves themselves are in `test_transports`."""
 
 import copy
-import importlib
 import os
 import re
 import signal
@@ -31,7 +30,7 @@ from ep_moe.dispatch import deepep_buffers
 from ep_moe.errors import CallMismatch
 from ep_moe.testing import assert_close, run_ranks
 from tests.dispatch.ep_cases import Case, compare, config, expert_parallel, make_layer, one_process
-from tests.dispatch.fake_deepep import GENERATIONS, core, stand_in
+from tests.dispatch.fake_deepep import GENERATIONS, stand_in
 from tests.hosts import h200s
 
 MOST = 24  # tokens of a rank
@@ -347,42 +346,6 @@ def refusals(rank):
 
 def test_what_it_refuses():
     run_ranks(refusals, 2)
-
-
-def narrow_ids(rank, generation):
-    stand_in(generation)
-    library = importlib.import_module(f"tests.dispatch.fake_deepep.{GENERATIONS[generation]}")
-    library.topk_idx_t = core.topk_idx_t = torch.int32
-    layer = make(SIZES)
-    assert_same(results(layer, rank), results(peer_of(layer), rank))
-    if generation == "v2":  # the only one with both
-        few = replace(SIZES, transport="deepep_low_latency", max_tokens_per_rank=8)
-        few = make_layer(Case((), few, dtype=BF16), dist.group.WORLD)
-        with torch.no_grad():
-            x = data(rank, 40, 5)[0]
-            assert_close(few(x)[0], peer_of(layer)(x)[0], name="y")
-
-
-@pytest.mark.parametrize("generation", ["v2", "v2.5"])
-def test_a_build_with_narrow_ids(generation):
-    """EP_NUM_TOPK_IDX_BITS=32, where DeepEP is built."""
-    run_ranks(narrow_ids, 2, generation)
-
-
-def too_wide(rank, generation):
-    stand_in(generation)
-    layer = make(config(num_experts=12, top_k=1, hidden_size=7937))
-    if generation == "v1":
-        with pytest.raises(BackendUnavailable, match=r"at most 7936 columns.*padded, 8192: .*symm"):
-            layer(data(rank, 7937, 2)[0])
-        layer = make(config(num_experts=12, top_k=1, hidden_size=7936))
-    layer(data(rank, layer.config.hidden_size, 2)[0])
-
-
-@pytest.mark.parametrize("generation", ["v1", "v2.5"])
-def test_rows_that_v1_has_no_room_for(generation):
-    """Its kernel would trap, and the process could do nothing more on the GPU."""
-    run_ranks(too_wide, 2, generation)
 
 
 GPU = torch.device("cuda")
