@@ -266,6 +266,12 @@ class _Elastic:
     def dispatch(
         self, x: Tensor, ids: Tensor, gates: Tensor, num_experts: int, most: int
     ) -> Received:
+        if self.ordered and self.buffer.num_scaleout_ranks > 1 and capturing():
+            raise BackendUnavailable(
+                "over several hosts DeepEP waits for the GPU to put rows in order, which a CUDA "
+                "graph cannot hold: capture inference, in a process that has not trained "
+                "(layer.warmup(tokens, backward=False)), or take ep_moe layers out of the graph"
+            )
         rows, local_ids, arrived_gates, handle, _ = self.buffer.dispatch(
             x,
             topk_idx=ids.to(self.ids_dtype),

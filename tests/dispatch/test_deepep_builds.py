@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ep_moe import BackendUnavailable
+from ep_moe.dispatch import deepep, deepep_buffers
 from ep_moe.testing import assert_close, run_ranks
 from tests.dispatch.ep_cases import Case, config, make_layer
 from tests.dispatch.fake_deepep import GENERATIONS, core, stand_in
@@ -48,3 +49,27 @@ def too_wide(rank, generation):
 def test_rows_that_v1_has_no_room_for(generation):
     """Its kernel would trap, and the process could do nothing more on the GPU."""
     run_ranks(too_wide, 2, generation)
+
+
+def over_hosts(rank, generation):
+    stand_in(generation)
+    for layer, backward in ((make(SIZES), False), (make(replace(SIZES, hidden_size=300)), True)):
+        layer.warmup(4, backward=backward)
+        made = layer.ep.peers.shared["deepep, 16 sms"].buffers[-1]
+        assert made.ordered == backward
+        made.buffer.num_scaleout_ranks = 2
+        deepep.capturing = deepep_buffers.capturing = lambda: True
+        x = data(rank, layer.config.hidden_size, 3)[0]
+        if not backward:
+            with torch.no_grad():
+                layer(x)
+        else:
+            with pytest.raises(BackendUnavailable, match=r"several hosts.*backward=False"):
+                layer(x)
+        deepep.capturing = deepep_buffers.capturing = lambda: False
+
+
+@pytest.mark.parametrize("generation", ["v2", "v2.5"])
+def test_a_graph_of_training_over_several_hosts(generation):
+    """Its sort indexes by a mask there, whose length the host waits for."""
+    run_ranks(over_hosts, 2, generation)
