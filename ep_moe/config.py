@@ -192,8 +192,8 @@ class MoEConfig(SelectionConfig):
             (OMP_NUM_THREADS, which torchrun sets to 1 for several ranks; torch.set_num_threads)
         transport: how rows cross ranks; auto = local for one rank, for more the fastest that can
             run, and collective without GPUs or max_tokens_per_rank
-        max_tokens_per_rank: the most tokens of a rank in a call, for transports symm and deepep,
-            whose buffers have a fixed size, and for auto to try them
+        max_tokens_per_rank: the most tokens of a rank in a call, for transports symm, deepep and
+            deepep_low_latency, whose buffers have a fixed size, and for auto to try the first two
         loss_reduction: mean = each rank's loss is a mean over its tokens and ranks are averaged;
             sum = they are added
     """

@@ -13,20 +13,27 @@ import os
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ep_moe import check
 from ep_moe.dispatch.collective import CollectiveTransport
 from ep_moe.dispatch.deepep import DeepEPTransport
 from ep_moe.dispatch.moves import capturing
 from ep_moe.dispatch.needs import needs_of, unmet
 from ep_moe.dispatch.protocol import Caps, Plan, Sent, Transport
 from ep_moe.dispatch.symm import SymmTransport
-from ep_moe.errors import BackendUnavailable
+from ep_moe.errors import (
+    BackendUnavailable,
+    CallMismatch,
+    ConfigError,
+    DispatchTimeout,
+    PeerLost,
+)
 from ep_moe.host import Host
 from ep_moe.parallel import ExpertParallel
 from ep_moe.types import Routing
@@ -42,7 +49,7 @@ log = logging.getLogger("ep_moe")
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a choice is for; tokens are the most of a rank."""
+    """What a choice is for; tokens are the most of a rank. keep: rows, for a backward."""
 
     gpu: str
     ranks: int
@@ -51,6 +58,8 @@ class Sizes:
     num_experts: int
     top_k: int
     dtype: str
+    keep: bool
+    sms: int | None
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in asdict(self).items())
@@ -64,10 +73,13 @@ class AutoTransport:
 
     def __init__(self, ep: ExpertParallel, max_tokens_per_rank: int | None = None) -> None:
         self.ep, self.max_tokens = ep, max_tokens_per_rank
+        self.sms: int | None = None  # that a move of symm or deepep takes; None = as many as alone
         self.transport: Transport | None = None
 
     def __deepcopy__(self, _: dict[int, Any]) -> "AutoTransport":
-        return AutoTransport(self.ep, self.max_tokens)
+        copy = AutoTransport(self.ep, self.max_tokens)
+        copy.sms = self.sms
+        return copy
 
     @property
     def caps(self) -> Caps:
@@ -88,7 +100,7 @@ class AutoTransport:
 
     def dispatch(self, x: Tensor, routing: Routing, num_experts: int, *, keep: bool = True) -> Sent:
         if self.transport is None:
-            self.transport = self._choose(x, routing, num_experts)
+            self.transport = self._choose(x, routing, num_experts, keep=keep)
         return self.transport.dispatch(x, routing, num_experts, keep=keep)
 
     def replay(self, plan: Plan, x: Tensor, *, keep: bool = True) -> Tensor:
@@ -103,7 +115,7 @@ class AutoTransport:
     def combine_gates(self, plan: Plan, gates: Tensor) -> Tensor:
         return self.chosen.combine_gates(plan, gates)
 
-    def _choose(self, x: Tensor, routing: Routing, num_experts: int) -> Transport:
+    def _choose(self, x: Tensor, routing: Routing, num_experts: int, *, keep: bool) -> Transport:
         if capturing():
             raise BackendUnavailable(
                 "transport = 'auto' chooses in its first call, which cannot be captured in a CUDA "
@@ -117,18 +129,37 @@ class AutoTransport:
             num_experts=num_experts,
             top_k=routing.ids.shape[1],
             dtype=str(x.dtype).removeprefix("torch."),
+            keep=keep,
+            sms=self.sms,
         )
+        self._agree(sizes)
         found: dict[Sizes, str] = self.ep.peers.shared.setdefault(self.name, {})
         if sizes not in found:
             found[sizes] = self._find(sizes, x, routing)
         return self._make(found[sizes])
 
+    def _agree(self, sizes: Sizes) -> None:
+        """Ranks that differ would not all look for a choice, or not in the same exchange."""
+        now = "the choice of a transport"
+        if check.wanted():
+            check.same_exchange(self.ep.peers, now)
+        mine = asdict(replace(sizes, gpu=""))  # of several makes there may be
+        told = self.ep.peers.gather(mine, now)
+        for name in mine:
+            values = [of_rank[name] for of_rank in told]
+            if len(set(values)) > 1:
+                field = "max_tokens_per_rank" if name == "tokens" else name
+                raise ConfigError(field, values, "the same on every rank with transport = 'auto'")
+
     def _make(self, name: str) -> Transport:
-        return MEASURED[name](self.ep, self.max_tokens)
+        transport = MEASURED[name](self.ep, self.max_tokens)
+        if self.sms is not None and isinstance(transport, SymmTransport | DeepEPTransport):
+            transport.sms = self.sms
+        return transport
 
     def _find(self, sizes: Sizes, x: Tensor, routing: Routing) -> str:
         """The fastest one's name, the same on every rank."""
-        peers, reasons = self.ep.peers, self._reasons(x)
+        peers, reasons = self.ep.peers, self._reasons(x, sizes.top_k)
         able = peers.gather([name for name in MEASURED if name not in reasons], "what can run")
         among = [name for name in MEASURED if all(name in of_rank for of_rank in able)]
         reasons = {
@@ -145,7 +176,7 @@ class AutoTransport:
         if saved[0] in among and saved.count(saved[0]) == len(saved):
             self._announce(sizes, saved[0], f"as {os.environ[FILE]} says", reasons)
             return saved[0]
-        times = self._measure(among, reasons, x, routing, sizes.num_experts)
+        times = self._measure(among, reasons, x, routing, sizes)
         fastest = min(times, key=times.__getitem__)
         if self.ep.rank == 0:
             _save(sizes, fastest, times)
@@ -154,14 +185,16 @@ class AutoTransport:
         self._announce(sizes, fastest, how, reasons)
         return fastest
 
-    def _reasons(self, x: Tensor) -> dict[str, str]:
+    def _reasons(self, x: Tensor, top_k: int) -> dict[str, str]:
         """Why some cannot run here."""
         host, reasons = Host.look(), {}
         for name, transport in MEASURED.items():
-            most, dtypes = transport.caps.max_ranks, transport.caps.dtypes
-            if most is not None and self.ep.size > most:
-                reasons[name] = f"serves {most} ranks at most"
-            elif dtypes is not None and x.dtype not in dtypes:
+            caps = transport.caps
+            if caps.max_ranks is not None and self.ep.size > caps.max_ranks:
+                reasons[name] = f"serves {caps.max_ranks} ranks at most"
+            elif caps.max_choices is not None and top_k > caps.max_choices:
+                reasons[name] = f"sends a token to {caps.max_choices} experts at most"
+            elif caps.dtypes is not None and x.dtype not in caps.dtypes:
                 reasons[name] = f"does not move {x.dtype}"
             elif missing := unmet(needs_of(name, host, self.ep.size)):
                 reasons[name] = "; ".join(f"{n.what}: {n.has} ({n.remedy})" for n in missing)
@@ -174,7 +207,7 @@ class AutoTransport:
         reasons: dict[str, str],
         x: Tensor,
         routing: Routing,
-        num_experts: int,
+        sizes: Sizes,
     ) -> dict[str, float]:
         """ms of a dispatch and a combine, by the median of turns that all take one after the other,
         on the slowest rank. One that fails on a rank is left out, and its reason noted."""
@@ -184,10 +217,13 @@ class AutoTransport:
             try:
                 transport = self._make(name)
                 for _ in range(WARM):
-                    _turn(transport, x, routing, num_experts)
+                    _turn(transport, x, routing, sizes)
                 ready[name] = transport
-            except BackendUnavailable as error:
-                failure = str(error)
+            except (PeerLost, DispatchTimeout, CallMismatch):
+                raise
+            except (RuntimeError, AssertionError) as error:  # no memory, a compiler, DeepEP's own
+                failure = str(error) or type(error).__name__
+                log.warning("transport auto: %s failed when it was tried: %s", name, failure)
             failures = [word for word in peers.gather(failure, f"a trial of {name}") if word]
             if failures:
                 ready.pop(name, None)
@@ -197,7 +233,7 @@ class AutoTransport:
         turns: dict[str, list[float]] = {name: [] for name in ready}
         for _ in range(TURNS):
             for name, transport in ready.items():
-                turns[name].append(_turn(transport, x, routing, num_experts))
+                turns[name].append(_turn(transport, x, routing, sizes))
         mine = {name: statistics.median(ms) for name, ms in turns.items()}
         of_ranks = peers.gather(mine, "what was measured")
         slowest = {name: max(of_rank[name] for of_rank in of_ranks) for name in ready}
@@ -213,13 +249,13 @@ class AutoTransport:
             log.info("transport auto: %s for %s: %s%s", chosen, sizes, why, others)
 
 
-def _turn(transport: Transport, x: Tensor, routing: Routing, num_experts: int) -> float:
+def _turn(transport: Transport, x: Tensor, routing: Routing, sizes: Sizes) -> float:
     """ms until the device is done, with all that the host does for it."""
     if x.is_cuda:
         torch.cuda.synchronize(x.device)
     begin = time.perf_counter()
-    sent = transport.dispatch(x, routing, num_experts)
-    transport.combine(sent.plan, sent.rows)
+    sent = transport.dispatch(x, routing, sizes.num_experts, keep=sizes.keep)
+    transport.combine(sent.plan, torch.empty_like(sent.rows))  # in memory of its own, as experts'
     if x.is_cuda:
         torch.cuda.synchronize(x.device)
     return (time.perf_counter() - begin) * 1e3
@@ -232,17 +268,31 @@ def _words(reasons: Mapping[str, str]) -> str:
 def _saved(sizes: Sizes) -> str | None:
     """What an earlier run chose."""
     path = os.environ.get(FILE)
-    if not path or not Path(path).exists():
-        return None
-    return json.loads(Path(path).read_text()).get(str(sizes), {}).get("transport")
+    return _read(path).get(str(sizes), {}).get("transport") if path else None
+
+
+def _read(path: str) -> dict[str, dict[str, Any]]:
+    """What the file keeps, by the words of sizes; nothing where there is none yet."""
+    field, rule = f"{FILE}={path}", "a file that auto wrote, or none"
+    try:
+        known = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(field, repr(error), rule) from error
+    if not isinstance(known, dict) or not all(isinstance(entry, dict) for entry in known.values()):
+        raise ConfigError(field, known, rule)
+    return known
 
 
 def _save(sizes: Sizes, fastest: str, times: Mapping[str, float]) -> None:
     path = os.environ.get(FILE)
     if not path:
         return
-    known = json.loads(Path(path).read_text()) if Path(path).exists() else {}
-    known[str(sizes)] = {"transport": fastest, "ms": dict(times)}
+    known = _read(path) | {str(sizes): {"transport": fastest, "ms": dict(times)}}
     unfinished = Path(f"{path}.{os.getpid()}")
-    unfinished.write_text(json.dumps(known, indent=2) + "\n")
-    unfinished.replace(path)
+    try:
+        unfinished.write_text(json.dumps(known, indent=2) + "\n")
+        unfinished.replace(path)
+    except OSError as error:  # this rank alone writes; the others go on
+        log.warning("transport auto: %s=%s keeps nothing: %r", FILE, path, error)

@@ -59,6 +59,7 @@ class DeepEPTransport:
         unordered=True,
         fixed_size=True,
         dtypes=(MOVED,),
+        max_choices=MOST_CHOICES,
     )
 
     def __init__(self, ep: ExpertParallel, max_tokens_per_rank: int | None = None) -> None:

@@ -28,6 +28,7 @@ from ep_moe.types import Routing
 MOVED = torch.bfloat16  # it can add up nothing else
 WIDTH = 256  # columns of a row come in multiples of it: combine is compiled for no other
 MOST_CHOICES = 32  # of a token, in all generations
+WIDEST_V1 = 7936  # half a row, and 8 bytes more, must fit its 8 KiB of shared memory; else it traps
 MAKING = "the making of DeepEP's buffer"
 
 
@@ -260,14 +261,20 @@ class _Elastic:
                 num_gpu_timeout_secs=seconds,
                 explicitly_destroy=True,  # its destructor would wait for the other ranks
             )
-        self.bytes = self.buffer.num_bytes
+        self.bytes, self.ids_dtype = self.buffer.num_bytes, library.topk_idx_t  # of its build
 
     def dispatch(
         self, x: Tensor, ids: Tensor, gates: Tensor, num_experts: int, most: int
     ) -> Received:
+        if self.ordered and self.buffer.num_scaleout_ranks > 1 and capturing():
+            raise BackendUnavailable(
+                "over several hosts DeepEP waits for the GPU to put rows in order, which a CUDA "
+                "graph cannot hold: capture inference, in a process that has not trained "
+                "(layer.warmup(tokens, backward=False)), or take ep_moe layers out of the graph"
+            )
         rows, local_ids, arrived_gates, handle, _ = self.buffer.dispatch(
             x,
-            topk_idx=ids,
+            topk_idx=ids.to(self.ids_dtype),
             topk_weights=gates,
             num_experts=num_experts,
             num_max_tokens_per_rank=most,
@@ -303,6 +310,11 @@ class _First:
         ordered: bool,
         sms: int,
     ) -> None:
+        if room.columns > WIDEST_V1:
+            raise BackendUnavailable(
+                f"DeepEP v1 moves rows of at most {WIDEST_V1} columns, and these have, padded, "
+                f"{room.columns}: install v2 or v2.5, or take symm or collective"
+            )
         kind, self.room, self.ranks = library.Buffer, room, ep.size
         others = kind.num_sms  # of the whole process
         kind.set_num_sms(sms)

@@ -62,7 +62,7 @@ class Pool(NamedTuple):
 class LowLatencyPlan:
     """local_ids   (A,1) int32 of E_loc * W * bound rows, an expert's together; -1 where none
                 arrived.
-    ids, gates  (T,K) int64 and fp32, of this rank's tokens.
+    ids, gates  (T,K) of DeepEP's integers and fp32, of this rank's tokens.
     buffer, handle what DeepEP learned, and its buffer.
     max_packed  rows that may arrive.
     """
@@ -88,6 +88,7 @@ class LowLatencyTransport:
         in_place=True,
         fixed_size=True,
         dtypes=(MOVED,),
+        max_choices=MOST_CHOICES,
         backward=False,
         weighs=True,
     )
@@ -114,7 +115,9 @@ class LowLatencyTransport:
         self._agree()
         columns, buffer = self._buffer(x, num_experts)
         # Copies, for a plan outlives the call, and its ids and gates may not.
-        ids = routing.ids.to(torch.int64, copy=True).contiguous()
+        library = self.ep.peers.shared[self.name].library
+        ids_dtype = getattr(library, "topk_idx_t", torch.int64)  # of its build; v1 knows no other
+        ids = routing.ids.to(ids_dtype, copy=True).contiguous()
         gates = routing.gate_weights.clone(memory_format=torch.contiguous_format)
         with self._move(self.calls, "rows out"):
             blocks, counts, handle, _, _ = buffer.low_latency_dispatch(

@@ -22,6 +22,7 @@ class Caps:
     unordered      rows that are not to be kept are ordered by source rank alone, in each plan anew.
     fixed_size     its buffers have room for `max_tokens_per_rank` tokens of each rank.
     dtypes         of the rows that it moves; None = any.
+    max_choices    of a token; None = any number.
     backward       its moves back are the adjoints of those out; without it, it runs with autograd
                    off only.
     weighs         combine multiplies by the gate weights, at the token's rank: experts must not. A
@@ -36,6 +37,7 @@ class Caps:
     unordered: bool = False
     fixed_size: bool = False
     dtypes: tuple[torch.dtype, ...] | None = None
+    max_choices: int | None = None
     backward: bool = True
     weighs: bool = False
 

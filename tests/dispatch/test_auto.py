@@ -13,8 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_moe import BackendUnavailable, ExpertParallel, MoELayer, Routing, make_transport
-from ep_moe.dispatch import auto
+from ep_moe import (
+    BackendUnavailable,
+    ConfigError,
+    ExpertParallel,
+    MoELayer,
+    Routing,
+    make_transport,
+)
+from ep_moe.dispatch import auto, deepep_buffers
 from ep_moe.dispatch.auto import AutoTransport
 from ep_moe.dispatch.deepep import DeepEPTransport
 from ep_moe.host import DeepEP
@@ -185,6 +192,94 @@ def test_one_that_does_not_move_the_dtype_is_left_out(tmp_path):
     assert "deepep: does not move torch.float32" in ranks[0][1][0]
 
 
+def many_choices(rank, folder):
+    lines = prepare(folder)
+    take({**LAST, "deepep": 1.0})
+    x, _ = inputs(rank)
+    ids = torch.arange(33, dtype=torch.int32).expand(len(x), 33)
+    transport = AutoTransport(world(), MOST)
+    transport.dispatch(x, Routing(ids, torch.ones(ids.shape)), 40)
+    return transport.chosen.name, lines
+
+
+@needs_interpreter
+def test_one_that_does_not_take_so_many_choices_is_left_out(tmp_path):
+    ranks = run_ranks(many_choices, 2, str(tmp_path), timeout=120.0)
+    assert [chosen for chosen, _ in ranks] == ["symm", "symm"]
+    assert "deepep: sends a token to 32 experts at most" in ranks[0][1][0]
+
+
+def in_inference(rank, folder):
+    prepare(folder)
+    take({**LAST, "deepep": 1.0})
+    found = []
+    for keep in (False, True):
+        transport = AutoTransport(world(), MOST)
+        transport.dispatch(*inputs(rank), E, keep=keep)
+        (pool,) = (p for name, p in world().peers.shared.items() if name.startswith("deepep"))
+        found.append([buffer.ordered for buffer in pool.buffers])
+    return found, len(world().peers.shared["auto"])
+
+
+@needs_interpreter
+def test_what_is_measured_keeps_rows_where_the_call_does(tmp_path):
+    """DeepEP sorts rows that are kept, and would go on to, with the buffer that a trial left."""
+    for found in run_ranks(in_inference, 2, str(tmp_path), timeout=120.0):
+        assert found == ([[False], [False, True]], 2)
+
+
+def other_sms(rank, folder):
+    prepare(folder)
+    take({**LAST, "deepep": 1.0})
+    transport = AutoTransport(world(), MOST)
+    transport.sms = 4
+    copy = deepcopy(transport)
+    for one in (transport, copy):
+        one.dispatch(*inputs(rank), E)
+    return transport.chosen.sms, copy.chosen.sms
+
+
+@needs_interpreter
+def test_sms_are_those_of_whatever_is_chosen(tmp_path):
+    assert run_ranks(other_sms, 2, str(tmp_path), timeout=120.0) == [(4, 4)] * 2
+
+
+def broken_deepep(rank, folder, error):
+    lines = prepare(folder)
+    take({**LAST, "deepep": 1.0})
+
+    def refuse(*_, **__):
+        raise error("no NVLink here")
+
+    deepep_buffers._Elastic.dispatch = refuse
+    return choice(rank), lines
+
+
+@needs_interpreter
+@pytest.mark.parametrize("error", [AssertionError, RuntimeError, torch.OutOfMemoryError])
+def test_one_that_breaks_when_it_is_tried_is_left_out(error, tmp_path):
+    """DeepEP asserts, and compiles in its first call."""
+    for chosen, lines in run_ranks(broken_deepep, 2, str(tmp_path), error, timeout=120.0):
+        assert chosen == "symm"
+        assert "transport auto: deepep failed when it was tried: no NVLink here" in lines
+
+
+def unlike_sizes(rank, folder):
+    prepare(folder)
+    take({**LAST, "collective": 1.0})
+    choice(rank)  # known on rank 0 for what follows, not on rank 1
+    with pytest.raises(ConfigError, match=r"max_tokens_per_rank = \[8, 9\].*same on every rank"):
+        AutoTransport(world(), MOST + rank).dispatch(*inputs(rank), E)
+    with pytest.raises(ConfigError, match=r"hidden_size = \[16, 17\]"):
+        choice(rank, hidden=H + rank)
+
+
+@needs_interpreter
+def test_ranks_of_other_sizes_are_told(tmp_path):
+    """One of them might have found its choice before, and the other would wait for it."""
+    run_ranks(unlike_sizes, 2, str(tmp_path), timeout=20.0)
+
+
 def kept_in_a_file(rank, folder):
     prepare(folder)
     path = f"{folder}/transports.json"
@@ -229,6 +324,27 @@ def test_a_file_keeps_what_was_found(tmp_path):
         ((key, entry),) = written.items()
         assert "ranks 2, tokens 8, hidden_size 16, num_experts 8, top_k 2, dtype bfloat16" in key
         assert entry == {"transport": "symm", "ms": {**LAST, "symm": 1.0}}
+
+
+def bad_files(rank, folder):
+    lines = prepare(folder)
+    take({**LAST, "symm": 1.0})
+    for number, text in enumerate(("{", "[]", '{"a": 1}')):
+        path = Path(folder, f"{number}.{rank}.json")
+        path.write_text(text)
+        os.environ[auto.FILE] = str(path)
+        with pytest.raises(ConfigError, match=rf"EP_MOE_TRANSPORTS={path} = .*auto wrote"):
+            choice(rank)
+    os.environ[auto.FILE] = f"{folder}/nowhere/transports.json"
+    return choice(rank), lines
+
+
+@needs_interpreter
+def test_a_file_that_cannot_be_used(tmp_path):
+    ranks = run_ranks(bad_files, 2, str(tmp_path), timeout=120.0)
+    for rank, (chosen, lines) in enumerate(ranks):
+        assert chosen == "symm"
+        assert any("nowhere/transports.json keeps nothing" in line for line in lines) == (rank == 0)
 
 
 def whole_layer(rank, folder):
