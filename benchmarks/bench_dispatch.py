@@ -192,6 +192,8 @@ class Bench:
         moves: dict[str, Moves] = {}
         for name in config.transports:
             try:
+                if not TRANSPORTS[name].caps.backward:
+                    raise ConfigError("transports", name, "of moves that have an adjoint")
                 transport = make_transport(name, ep, max_tokens_per_rank=tokens)
                 if isinstance(transport, SymmTransport | DeepEPTransport):
                     transport.sms = config.sms

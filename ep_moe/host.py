@@ -91,6 +91,8 @@ class Host:
 
     cuda              that torch was built for
     driver            of the GPUs
+    hidden            GPUs of this machine that this process does not see, as where a launcher
+                      shows each rank its own
     pairs             every ordered pair of two GPUs
     distributed, gloo torch.distributed, and its transport for CPUs
     nccl              in this process, for torch; not the one that torch was built with
@@ -104,6 +106,7 @@ class Host:
     cuda: str | None = None
     driver: str | None = None
     gpus: tuple[GPU, ...] = ()
+    hidden: int = 0
     pairs: tuple[Pair, ...] = ()
     distributed: bool = False
     gloo: bool = False
@@ -126,6 +129,7 @@ class Host:
             cuda=torch.version.cuda,
             driver=_attempt(_driver, None),
             gpus=gpus,
+            hidden=_attempt(lambda: max(0, _installed() - len(gpus)), 0),
             pairs=_attempt(lambda: tuple(_pairs(len(gpus))), ()),
             distributed=dist.is_available(),
             gloo=_attempt(dist.is_gloo_available, False),
@@ -201,6 +205,11 @@ def _gpus() -> tuple[GPU, ...]:
         GPU(gpu.name, (gpu.major, gpu.minor), gpu.total_memory, gpu.multi_processor_count)
         for gpu in found
     )
+
+
+def _installed(folder: str = "/proc/driver/nvidia/gpus") -> int:
+    """The driver's, whatever CUDA_VISIBLE_DEVICES says."""
+    return len(list(Path(folder).iterdir()))
 
 
 def _driver() -> str | None:

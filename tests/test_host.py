@@ -12,6 +12,7 @@ import torch
 
 from ep_moe import host
 from ep_moe.host import GPU, Host, Pair, parse_topology
+from tests.hosts import h200s
 
 BUFFERS = {"v1": "Buffer", "v2": "ElasticBuffer", "v2.5": "EPBuffer"}
 
@@ -354,3 +355,14 @@ def test_switches(monkeypatch):
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "0")
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     assert Host.look().switches == ("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES",)
+
+
+def test_gpus_that_this_process_does_not_see(tmp_path, monkeypatch):
+    for bus in ("0000:18:00.0", "0000:2a:00.0", "0000:3a:00.0"):
+        (tmp_path / bus).mkdir()
+    installed = host._installed
+    monkeypatch.setattr(host, "_installed", lambda: installed(str(tmp_path)))
+    monkeypatch.setattr(host, "_gpus", lambda: h200s(1).gpus)
+    assert Host.look().hidden == 2
+    monkeypatch.setattr(host, "_installed", lambda: installed(str(tmp_path / "nothing")))
+    assert Host.look().hidden == 0

@@ -20,10 +20,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ep_moe import check
 from ep_moe.dispatch.collective import CollectiveTransport
 from ep_moe.dispatch.deepep import DeepEPTransport
-from ep_moe.dispatch.moves import capturing
+from ep_moe.dispatch.moves import agree, capturing
 from ep_moe.dispatch.needs import needs_of, unmet
 from ep_moe.dispatch.protocol import Caps, Plan, Sent, Transport
 from ep_moe.dispatch.symm import SymmTransport
@@ -49,11 +48,13 @@ log = logging.getLogger("ep_moe")
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a choice is for; tokens are the most of a rank. keep: rows, for a backward."""
+    """What a choice is for. tokens: the most of a rank; measured: the most that a rank has in the
+    first call, raised to a power of two. keep: rows, for a backward."""
 
     gpu: str
     ranks: int
     tokens: int
+    measured: int
     hidden_size: int
     num_experts: int
     top_k: int
@@ -72,7 +73,7 @@ class AutoTransport:
     name: ClassVar[str] = "auto"
 
     def __init__(self, ep: ExpertParallel, max_tokens_per_rank: int | None = None) -> None:
-        self.ep, self.max_tokens = ep, max_tokens_per_rank
+        self.ep, self.max_tokens, self.layer = ep, max_tokens_per_rank, next(ep.peers.layers)
         self.sms: int | None = None  # that a move of symm or deepep takes; None = as many as alone
         self.transport: Transport | None = None
 
@@ -125,6 +126,7 @@ class AutoTransport:
             gpu=torch.cuda.get_device_name(x.device) if x.is_cuda else "none",
             ranks=self.ep.size,
             tokens=self.max_tokens or 0,
+            measured=len(x),
             hidden_size=x.shape[1],
             num_experts=num_experts,
             top_k=routing.ids.shape[1],
@@ -132,26 +134,23 @@ class AutoTransport:
             keep=keep,
             sms=self.sms,
         )
-        self._agree(sizes)
+        sizes = self._agree(sizes)
         found: dict[Sizes, str] = self.ep.peers.shared.setdefault(self.name, {})
         if sizes not in found:
             found[sizes] = self._find(sizes, x, routing)
-        return self._make(found[sizes])
+        transport = self._make(found[sizes])
+        transport.layer = self.layer  # those that were tried have numbers of their own
+        return transport
 
-    def _agree(self, sizes: Sizes) -> None:
-        """Ranks that differ would not all look for a choice, or not in the same exchange."""
-        now = "the choice of a transport"
-        if check.wanted():
-            check.same_exchange(self.ep.peers, now)
-        mine = asdict(replace(sizes, gpu=""))  # of several makes there may be
-        told = self.ep.peers.gather(mine, now)
-        for name in mine:
-            values = [of_rank[name] for of_rank in told]
-            if len(set(values)) > 1:
-                field = "max_tokens_per_rank" if name == "tokens" else name
-                raise ConfigError(field, values, "the same on every rank with transport = 'auto'")
+    def _agree(self, sizes: Sizes) -> Sizes:
+        """The same on every rank: ranks that differ would not all look for a choice."""
+        told = asdict(replace(sizes, gpu="", measured=0))  # several makes, and any share of tokens
+        told["max_tokens_per_rank"] = told.pop("tokens")
+        agree(self.ep.peers, self.layer, told)
+        most = max(self.ep.peers.gather(sizes.measured, f"the choice of layer {self.layer}"))
+        return replace(sizes, measured=1 << max(most - 1, 0).bit_length())
 
-    def _make(self, name: str) -> Transport:
+    def _make(self, name: str) -> CollectiveTransport | SymmTransport | DeepEPTransport:
         transport = MEASURED[name](self.ep, self.max_tokens)
         if self.sms is not None and isinstance(transport, SymmTransport | DeepEPTransport):
             transport.sms = self.sms
@@ -238,7 +237,7 @@ class AutoTransport:
         of_ranks = peers.gather(mine, "what was measured")
         slowest = {name: max(of_rank[name] for of_rank in of_ranks) for name in ready}
         fastest = min(slowest, key=slowest.__getitem__)
-        for key in set(peers.shared) - before:  # buffers of those that nobody will use
+        for key in sorted(set(peers.shared) - before):  # buffers of those that nobody will use
             if not key.startswith(fastest):
                 peers.shared.pop(key).close()
         return slowest

@@ -51,7 +51,7 @@ class Layout(NamedTuple):
     experts: int
 
 
-class Pool(NamedTuple):
+class Shared(NamedTuple):
     """Of a group: `deep_ep`, which was looked for once, and the buffers that it made."""
 
     library: ModuleType
@@ -173,16 +173,16 @@ class LowLatencyTransport:
     def _buffer(self, x: Tensor, num_experts: int) -> tuple[int, Any]:
         """The group's for this layout, and how wide its rows are. Every rank comes here alike, for
         it is with all of them that one is made."""
-        pool: Pool | None = self.ep.peers.shared.get(self.name)
-        if pool is None:
+        shared: Shared | None = self.ep.peers.shared.get(self.name)
+        if shared is None:
             self._refuse_capture()
-            pool = Pool(buffers.load(self.name, self.ep.size, x.device), {})
-            self.ep.peers.shared[self.name] = pool
-        layout = Layout(self.bound, _width(x.shape[1], pool.library), num_experts)
-        if layout not in pool.buffers:
+            shared = Shared(buffers.load(self.name, self.ep.size, x.device), {})
+            self.ep.peers.shared[self.name] = shared
+        layout = Layout(self.bound, _width(x.shape[1], shared.library), num_experts)
+        if layout not in shared.buffers:
             self._refuse_capture()
-            pool.buffers[layout] = self._make(pool.library.Buffer, layout)
-        return layout.columns, pool.buffers[layout]
+            shared.buffers[layout] = self._make(shared.library.Buffer, layout)
+        return layout.columns, shared.buffers[layout]
 
     def _refuse_capture(self) -> None:
         if capturing():

@@ -170,16 +170,20 @@ def _gpus(host: Host, ranks: int, *, shared: str | None = None) -> Need:
     if host.gpus:
         fewer = f"use at most {len(host.gpus)} rank(s) here, or collective over more hosts"
         remedy = f"{fewer}; {shared}=1 lets ranks share a GPU, for tests" if shared else fewer
-    met = len(host.gpus) >= ranks
+    met: bool | None = len(host.gpus) >= ranks
     if host.gpus and not met and shared in host.switches:
         met, words = True, f"{words}, shared: {shared}=1"
+    elif host.gpus and not met and len(host.gpus) + host.hidden >= ranks:
+        met, words = None, f"{words}, and {host.hidden} that this process does not see"
+        remedy = "the first call will tell"
     return _need("GPUs", f"{ranks}, one for each rank, on this host", words, met, remedy)
 
 
 def _one_or_more_hosts(host: Host, ranks: int) -> Need:
     """Ranks that find no GPU here are on other hosts, which RDMA reaches."""
     shared = "NCCL_MULTI_RANK_GPU_ENABLE"
-    if not host.gpus or len(host.gpus) >= ranks or shared in host.switches:
+    enough = len(host.gpus) + host.hidden >= ranks
+    if not host.gpus or enough or shared in host.switches:
         return _gpus(host, ranks, shared=shared)
     cards = ", ".join(host.network_cards) or "no network card for RDMA"
     return _need(
@@ -202,6 +206,8 @@ def _between(host: Host, ranks: int, kind: Literal["access", "atomics"]) -> Need
     links = sorted({pairs[at].link or "" for at in used if at in pairs} - {""})
     if not host.gpus:
         words, met = "no GPUs", False
+    elif not lacking and len(host.gpus) < ranks <= len(host.gpus) + host.hidden:
+        words, met = "unknown of GPUs that this process does not see", None
     elif lacking or unknown:
         (source, target), *more = lacking or unknown
         words = f"{'none' if lacking else 'unknown'} from GPU {source} to GPU {target}"

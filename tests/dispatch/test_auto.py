@@ -69,9 +69,9 @@ def take(times):
     return turns
 
 
-def inputs(rank, dtype=torch.bfloat16, hidden=H):
+def inputs(rank, dtype=torch.bfloat16, hidden=H, tokens=5):
     generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(5 + rank, hidden, generator=generator).to(dtype)
+    x = torch.randn(tokens + rank, hidden, generator=generator).to(dtype)
     ids = torch.rand(len(x), E, generator=generator).argsort(1)[:, :K].int()
     return x, Routing(ids, torch.rand(len(x), K, generator=generator))
 
@@ -104,7 +104,10 @@ def test_the_fastest_by_its_slowest_rank_is_taken_measured_once_and_said_once(tm
         assert len(said) == (rank == 0)
         assert shared == ["auto", "deepep, 16 sms"]  # nobody else's buffers are left
         for line in said:
-            assert "transport auto: deepep for gpu none, ranks 2, tokens 8, hidden_size 16" in line
+            assert (
+                "transport auto: deepep for gpu none, ranks 2, tokens 8, measured 8, hidden_size 16"
+                in line
+            )
             assert "of 5 tokens took collective 5 ms, deepep 4.5 ms, symm 8 ms" in line
 
 
@@ -114,13 +117,13 @@ def different_sizes(rank, folder):
     take(times)
     first = choice(rank)
     times["collective"] = 0.5
-    return first, choice(rank, hidden=2 * H), choice(rank)
+    return first, choice(rank, hidden=2 * H), choice(rank, tokens=1), choice(rank)
 
 
 @needs_interpreter
 def test_other_sizes_are_measured_for_themselves(tmp_path):
     for found in run_ranks(different_sizes, 2, str(tmp_path), timeout=120.0):
-        assert found == ("deepep", "collective", "deepep")
+        assert found == ("deepep", "collective", "collective", "deepep")
 
 
 def missing_on_one_rank(rank, folder):
@@ -322,7 +325,10 @@ def test_a_file_keeps_what_was_found(tmp_path):
         assert measured[0] == 0
         assert measured[1] == measured[2] == 3 * (auto.WARM + auto.TURNS)
         ((key, entry),) = written.items()
-        assert "ranks 2, tokens 8, hidden_size 16, num_experts 8, top_k 2, dtype bfloat16" in key
+        assert (
+            "ranks 2, tokens 8, measured 8, hidden_size 16, num_experts 8, top_k 2, dtype bfloat16"
+            in key
+        )
         assert entry == {"transport": "symm", "ms": {**LAST, "symm": 1.0}}
 
 

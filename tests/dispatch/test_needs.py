@@ -246,6 +246,20 @@ def test_deepep_v1_serves_some_numbers_of_ranks(name):
     assert serves == list(V1_RANKS)
 
 
+def test_gpus_that_a_launcher_hides_rule_nothing_out():
+    """Each rank sees its own alone, as with Slurm's --gpus-per-task=1."""
+    host = replace(h200s(1), hidden=7)
+    for name, unknown in (
+        ("symm", ["GPUs", "peer access", "native atomics"]),
+        ("deepep", ["GPUs"]),
+    ):
+        needs = needs_of(name, host, 8)
+        assert [need.what for need in needs if need.met is None] == unknown
+        assert unmet(needs) == []
+        assert "7 that this process does not see" in next(n.has for n in needs if n.what == "GPUs")
+        assert "GPUs" in lacking(name, replace(host, hidden=6), 8)
+
+
 WITH_CARDS = replace(TWO, network_cards=("mlx5_0",))
 
 

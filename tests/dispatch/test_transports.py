@@ -132,14 +132,14 @@ KINDS = [Kind(name) for name in TRANSPORTS if name != "deepep"]
 KINDS += [Kind("deepep", generation) for generation in GENERATIONS]
 SLOW = {("symm", 8), ("deepep", 8)}  # minutes, on the two cores of a CI machine
 MARKS = {"symm": [needs_interpreter]} | {key: [pytest.mark.slow] for key in SLOW}
-RUNS = [
-    pytest.param(
-        kind, ranks, marks=MARKS.get(kind.name, []) + MARKS.get((kind.name, ranks), []), id=where
-    )
-    for kind in KINDS
-    for ranks in (1, 2, 3, 4, 8)
-    if (where := f"{kind}, {ranks}")
-]
+
+
+def run(kind: Kind, ranks: int):
+    marks = MARKS.get(kind.name, []) + MARKS.get((kind.name, ranks), [])
+    return pytest.param(kind, ranks, marks=marks, id=f"{kind}, {ranks}")
+
+
+RUNS = [run(kind, ranks) for kind in KINDS for ranks in (1, 2, 3, 4, 8)]
 
 
 @pytest.mark.parametrize("kind, world_size", RUNS)
@@ -193,7 +193,7 @@ def check_moves(kind, tokens, choice, ranks):
         for what in ("gates", "replayed_gates"):
             assert_close(got[what][here], gates[here], name=what, tolerance=0.0)
             got[what] = got[what].masked_fill(~here, 0.0)
-        assert got["repeats"]
+        assert got["repeats"] or not TRANSPORTS[kind.name].caps.deterministic
     # <dispatch(x), r> = <x, combine(r)>, summed over ranks: each is the other's transpose
     given = [share(kind, rank, count, choice) for rank, count in enumerate(tokens)]
     outward = sum(inner(got["rows"], got["back_rows"]) for got in ranks)
