@@ -38,6 +38,7 @@ from ep_moe.dispatch import TRANSPORTS, Transport, make_transport
 from ep_moe.dispatch.deepep import DeepEPTransport
 from ep_moe.dispatch.symm import SymmTransport
 from ep_moe.errors import BackendUnavailable, ConfigError, InputError
+from ep_moe.host import DEEPEP_DISTRIBUTIONS
 from ep_moe.parallel import Process
 from ep_moe.routing.forced import ForcedRouting
 
@@ -347,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = parse_args(DispatchBench, argv)
     process = ep_moe.init_process()
     try:
-        recorder = Recorder.start(config.results, process)
+        recorder = Recorder.start(config.results, process, packages=DEEPEP_DISTRIBUTIONS)
         try:
             replay = None
             if config.trace:

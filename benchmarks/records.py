@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.cuda import nccl
 
+from ep_moe.host import loaded_nccl
 from ep_moe.parallel import Process
 
 
@@ -122,7 +122,7 @@ def _versions(packages: Sequence[str]) -> dict[str, str]:
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     if torch.version.cuda and torch.cuda.is_available():
         versions["cuda"] = torch.version.cuda
-        versions["nccl"] = ".".join(map(str, nccl.version()))
+        versions["nccl"] = loaded_nccl() or "none"
     for name in ("triton", *packages):
         try:
             versions[name] = metadata.version(name)

@@ -133,7 +133,7 @@ class Host:
             pairs=_attempt(lambda: tuple(_pairs(len(gpus))), ()),
             distributed=dist.is_available(),
             gloo=_attempt(dist.is_gloo_available, False),
-            nccl=_attempt(_nccl, None),
+            nccl=_attempt(loaded_nccl, None),
             triton=_attempt(_triton, None),
             nvcc=_attempt(_nvcc, None),
             symmetric_memory=_attempt(_symmetric_memory, False),
@@ -267,7 +267,7 @@ def _atomics(count: int) -> dict[tuple[int, int], bool]:
     return found
 
 
-def _nccl() -> str | None:
+def loaded_nccl() -> str | None:
     """torch.cuda.nccl.version() is a constant of torch's build: it does not see an NCCL that was
     installed over torch's, or preloaded."""
     if not dist.is_nccl_available():

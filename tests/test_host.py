@@ -74,7 +74,14 @@ def test_a_look_up_that_fails_is_unknown_and_raises_nothing(monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("broken")
 
-    for name in ("_driver", "_nccl", "_nvcc", "_symmetric_memory", "_network_cards", "_deepep"):
+    for name in (
+        "_driver",
+        "loaded_nccl",
+        "_nvcc",
+        "_symmetric_memory",
+        "_network_cards",
+        "_deepep",
+    ):
         monkeypatch.setattr(host, name, broken)
     monkeypatch.setattr(host.metadata, "version", broken)
     monkeypatch.setattr(torch.cuda, "is_available", broken)
@@ -289,15 +296,15 @@ def test_the_nccl_in_the_process_counts_not_the_one_torch_was_built_with(monkeyp
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(nccl, "version", lambda: (2, 28, 9))
     monkeypatch.setattr(ctypes, "CDLL", lambda name, mode: Library())
-    assert host._nccl() == "2.32.3"
+    assert host.loaded_nccl() == "2.32.3"
 
     def absent(name, mode):
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", absent)
-    assert host._nccl() == "2.28.9"
+    assert host.loaded_nccl() == "2.28.9"
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert host._nccl() is None
+    assert host.loaded_nccl() is None
 
 
 def compiler(folder, release: str | None) -> str:
