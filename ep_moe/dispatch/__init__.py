@@ -50,9 +50,9 @@ def make_transport(
     max_tokens_per_rank: int | None = None,
 ) -> Transport:
     """The transport of that name for these ranks. `auto` takes `local` for one rank; for more the
-    fastest of those that can run, as measured in its first call; and `collective` without GPUs or
-    max_tokens_per_rank: the most rows of x in a call, for transports whose buffers have a fixed
-    size.
+    fastest of those that can run, as measured in its first call, or `collective` where there are no
+    GPUs or no bound on tokens. max_tokens_per_rank: that bound, the most rows of x in a call, for
+    transports whose buffers have a fixed size.
 
     Raises ConfigError for an unknown name or a number of ranks that the transport does not serve.
     """

@@ -367,15 +367,15 @@ def whole_layer(rank, folder):
         y, _ = layer(x)
         grads = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()], allow_unused=True)
         found.append([y.detach(), *grads])
-    return found, layer.transport.chosen.name, layer.transport.caps.in_place
+    own_number = layer.transport.chosen.layer == layer.transport.layer  # not that of a trial
+    return found, layer.transport.chosen.name, layer.transport.caps.in_place, own_number
 
 
 @needs_interpreter
 def test_a_layer_trains_with_what_was_chosen(tmp_path):
-    for (expected, got), chosen, in_place in run_ranks(
-        whole_layer, 2, str(tmp_path), timeout=120.0
-    ):
-        assert (chosen, in_place) == ("symm", True)
+    ranks = run_ranks(whole_layer, 2, str(tmp_path), timeout=120.0)
+    for (expected, got), chosen, in_place, own_number in ranks:
+        assert (chosen, in_place, own_number) == ("symm", True, True)
         for number, (one, other) in enumerate(zip(got, expected, strict=True)):
             assert_close(one, other, name=f"result {number}")
 
