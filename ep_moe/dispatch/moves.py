@@ -1,6 +1,7 @@
 """What the transports of several ranks have in common."""
 
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 
@@ -18,7 +19,12 @@ def stage(layer: int, call: int, what: str) -> str:
 
 def capturing() -> bool:
     """A CUDA graph: no waiting for the device, no new buffers."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return _gpus() and torch.cuda.is_current_stream_capturing()
+
+
+@cache  # asked for anew in each move it would cost the host more than what follows
+def _gpus() -> bool:
+    return torch.cuda.is_available()
 
 
 def agree(peers: Peers, layer: int, told: Mapping[str, object]) -> None:

@@ -9,7 +9,7 @@ between their arrival and their use.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -51,6 +51,7 @@ class Window:
     seen     (3,) int32: the same on the host, where the device writes it
     captured by a CUDA graph, which goes on using it
     kept     the one that was captured before it
+    views    of its rows, made once each: a view costs the host microseconds
     """
 
     memory: Tensor
@@ -60,6 +61,7 @@ class Window:
     seen: Tensor
     captured: bool = False
     kept: "Window | None" = None
+    views: dict[tuple, Tensor] = field(default_factory=dict)
 
     @classmethod
     @torch.inference_mode(False)  # it outlives the call, and training may follow
@@ -95,16 +97,21 @@ class Window:
         """(W * most, H): where rows arrive, in the dtype and of the width of `like`."""
         from ep_moe.kernels.window import layout
 
-        places = layout(ranks, most, like.shape[1] * like.element_size())
-        end = places.rows + ranks * most * like.shape[1] * like.element_size()
-        return self.memory[places.rows : end].view(like.dtype).view(-1, like.shape[1])
+        form = ranks, most, like.shape[1], like.dtype
+        if form not in self.views:
+            places = layout(ranks, most, like.shape[1] * like.element_size())
+            end = places.rows + ranks * most * like.shape[1] * like.element_size()
+            rows = self.memory[places.rows : end].view(like.dtype).view(-1, like.shape[1])
+            self.views[form] = rows
+        return self.views[form]
 
     def close(self) -> None:
         """Give the memory back. No rank may use it again."""
         self.memory = self.memory.new_empty(0)
+        self.views.clear()
 
     def holds(self, values: Tensor) -> bool:
-        return values.untyped_storage().data_ptr() == self.memory.untyped_storage().data_ptr()
+        return 0 <= values.data_ptr() - self.memory.data_ptr() < max(self.memory.numel(), 1)
 
 
 def allocate(size: int, ep: ExpertParallel, device: torch.device) -> tuple[Tensor, list[int]]:
@@ -156,7 +163,7 @@ class SymmTransport:
     def dispatch(self, x: Tensor, routing: Routing, num_experts: int, *, keep: bool = True) -> Sent:
         from ep_moe.kernels import symm as kernels
 
-        if len(x) > self.max_tokens:
+        if x.shape[0] > self.max_tokens:
             rule = f"of at most max_tokens_per_rank = {self.max_tokens} tokens (or slots, if exact)"
             raise InputError("x", f"of {len(x)}", rule)
         self.calls += 1
@@ -164,12 +171,15 @@ class SymmTransport:
         self._check(what)
         self._agree()
         window = self._window(x, ids.shape[1], gates.element_size())
+        rows, link = window.rows(self.ep.size, self.max_tokens, x), self._link(window)
+        out = torch.empty_like(rows) if keep else rows.detach()
         order, local_ids, arrived_gates = kernels.dispatch(
-            self._outside(window, x), ids, gates, self._link(window), num_experts=num_experts
+            self._outside(window, x), ids, gates, out, link, num_experts=num_experts
         )
+        if keep:
+            kernels.take(rows, out, order, link)
         self._report(window, what)
-        plan = SymmPlan(local_ids, order, local_ids.numel())
-        return Sent(plan, self._arrived(window, plan, x, keep=keep), arrived_gates)
+        return Sent(SymmPlan(local_ids, order, local_ids.numel()), out, arrived_gates)
 
     def replay(self, plan: SymmPlan, x: Tensor, *, keep: bool = True) -> Tensor:
         return self._out(plan, x, "rows out again", keep=keep)
@@ -188,9 +198,13 @@ class SymmTransport:
 
         self._check(what)
         window = self._window(values)
-        kernels.replay(self._outside(window, values), plan.order, self._link(window))
+        rows, link = window.rows(self.ep.size, self.max_tokens, values), self._link(window)
+        out = torch.empty_like(rows) if keep else rows.detach()
+        kernels.replay(self._outside(window, values), out, plan.order, link)
+        if keep:
+            kernels.take(rows, out, plan.order, link)
         self._report(window, what)
-        return self._arrived(window, plan, values, keep=keep)
+        return out
 
     def _back(self, plan: SymmPlan, values: Tensor, what: str) -> Tensor:
         from ep_moe.kernels.symm_back import combine
@@ -200,12 +214,6 @@ class SymmTransport:
         summed = combine(self._outside(window, values), plan.order, self._link(window))
         self._report(window, what)
         return summed
-
-    def _arrived(self, window: Window, plan: SymmPlan, like: Tensor, *, keep: bool) -> Tensor:
-        from ep_moe.kernels import symm as kernels
-
-        rows = window.rows(self.ep.size, self.max_tokens, like)
-        return kernels.take(rows, plan.order, self.ep.size) if keep else rows
 
     def _outside(self, window: Window, values: Tensor) -> Tensor:
         """Not in memory that peers write while these are read."""
@@ -233,19 +241,9 @@ class SymmTransport:
     def _link(self, window: Window) -> "Link":
         from ep_moe.kernels.window import Link
 
-        return Link(
-            window.peers,
-            window.epochs,
-            window.failure,
-            rank=self.ep.rank,
-            most=self.max_tokens,
-            programs=self.sms,
-            timeout_ns=self._timeout_ns,
-        )
-
-    @property
-    def _timeout_ns(self) -> int:
-        return int(min(self.ep.peers.timeout * 1e9, 2**62))
+        timeout_ns = int(min(self.ep.peers.timeout * 1e9, 2**62))
+        where = window.peers, window.epochs, window.failure
+        return Link(*where, self.ep.rank, self.max_tokens, self.sms, timeout_ns)
 
     def _window(self, rows: Tensor, top_k: int = 0, gate_bytes: int = 0) -> Window:
         """The group's, made or made larger where it must be."""
@@ -255,7 +253,7 @@ class SymmTransport:
         row_bytes = rows.shape[1] * rows.element_size()
         size = layout(self.ep.size, self.max_tokens, row_bytes, top_k, gate_bytes).total
         window = shared.get(self.name)
-        if window is None or len(window.memory) < size:
+        if window is None or window.memory.numel() < size:
             if capturing():
                 raise BackendUnavailable(
                     "transport = 'symm' cannot make its buffers while a CUDA graph is captured: "

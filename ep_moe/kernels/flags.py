@@ -10,8 +10,8 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 from triton.language.target_info import is_cuda
 
-GROUPS = tl.constexpr(8)  # steps that a move can be told of
-AHEAD = tl.constexpr(16)  # two moves of them
+GROUPS = tl.constexpr(4)  # steps that a move can be told of
+AHEAD = tl.constexpr(8)  # two moves of them
 
 
 @triton.jit
@@ -21,11 +21,21 @@ def words(address):
 
 @triton.jit
 def release(address, value):
-    """After all that this program has written, to be seen by every GPU."""
+    """After all that this program has written, to be seen by every GPU. One thread waits for that;
+    the others go on."""
     tl.debug_barrier()
     if is_cuda():
         tl.inline_asm_elementwise(
-            "st.release.sys.global.u32 [$1], $2; mov.u32 $0, $2;",
+            """
+            {
+                .reg .pred first;
+                .reg .u32 thread;
+                mov.u32 thread, %tid.x;
+                setp.eq.u32 first, thread, 0;
+                @first st.release.sys.global.u32 [$1], $2;
+                mov.u32 $0, $2;
+            }
+            """,
             "=r,l,r",
             [address, value],
             tl.int32,

@@ -9,7 +9,8 @@ lies at row `r * most + i` of its home. Rows behind the last one of a source are
 A move writes to a peer only once that has begun the same move. What runs on one stream runs in
 order, so all that the peer launched before, everybody who reads what arrived there earlier
 included, has ended by then: rows may be read where they arrived until this rank's next move. There
-is one area, always at the same addresses, which a CUDA graph can hold.
+is one area, always at the same addresses, which a CUDA graph can hold. A rank's own rows go where
+its caller wants them, in that area or elsewhere.
 
 Program p of a rank waits for programs p of its peers, or for some before p, never for later ones:
 they need not all run at once. Each counts its moves on the device, so that a graph counts on when
@@ -22,6 +23,8 @@ late may still read what stands in its window, and those that are not shall noti
 All moves of a rank are in one order: on one stream, or on streams that wait for each other.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -29,6 +32,7 @@ from torch import Tensor
 
 from ep_moe.kernels.device import registers
 from ep_moe.kernels.flags import GROUPS, release, words
+from ep_moe.kernels.launch import bound
 from ep_moe.kernels.window import (
     SLOTS,
     VARYING,
@@ -52,72 +56,71 @@ from ep_moe.kernels.window import (
 )
 
 SCANNED = 16384  # ids at a time
+TAKEN = 16384  # bytes of rows that a program copies at a time
 
 
 def dispatch(
-    x: Tensor, ids: Tensor, gates: Tensor, link: Link, *, num_experts: int
+    x: Tensor, ids: Tensor, gates: Tensor, own: Tensor, link: Link, *, num_experts: int
 ) -> tuple[Order, Tensor, Tensor]:
-    """x (T,H) into the windows; ids (T,K), -1 = nowhere, gates (T,K) -> the order, local ids (A,K)
-    int32, -1 where no row arrived, and their gates (A,K). A = W * most."""
+    """x (T,H) into the windows of other ranks and into `own` (A,H); ids (T,K), -1 = nowhere, gates
+    (T,K) -> the order, local ids (A,K) int32, -1 where no row arrived, and their gates (A,K).
+    A = W * most."""
     ranks, (tokens, width), top_k = link.ranks, x.shape, ids.shape[1]
     order = torch.empty(2 * ranks * (1 + tokens), dtype=torch.int32, device=x.device)
-    local_ids = order.new_empty(ranks * link.most, top_k)
-    arrived = gates.new_empty(local_ids.shape)
+    local_ids = torch.empty(ranks * link.most, top_k, dtype=torch.int32, device=x.device)
+    arrived = torch.empty(ranks * link.most, top_k, dtype=gates.dtype, device=x.device)
     places = layout(ranks, link.most, width * x.element_size(), top_k, gates.element_size())
-    choices = triton.next_power_of_2(top_k)
-    lanes = max(link.programs // ranks, 1)
-    _dispatch[(ranks * lanes,)](
-        x.contiguous(),
-        ids.contiguous(),
-        gates.contiguous(),
-        order,
-        local_ids,
-        arrived,
-        *link.arguments(tokens),
-        places.ids // 128,
-        places.gates // 128,
-        EACH=num_experts // ranks,
-        K=top_k,
-        CHOICES=choices,
-        SCAN=max(SCANNED // choices, 1),
-        BLOCK=max(SCANNED // 4 // choices, 1),
-        **tile_sizes(ranks, width, x.element_size()),
-        LANES=lanes,
-        num_warps=16,
-        **registers(128),
-        sanitize_overflow=False,
+    constants = _constants(ranks, width, x.element_size(), link.programs)
+    x, ids, gates = x.contiguous(), ids.contiguous(), gates.contiguous()
+    _dispatch(
+        (ranks * constants["LANES"], 1, 1),
+        (x, ids, gates, own, order, local_ids, arrived, *link.tensors),
+        (*link.integers(tokens), places.ids // 128, places.gates // 128),
+        {**constants, **_constants_of_choices(num_experts // ranks, top_k)},
     )
     return Order(order, tokens), local_ids, arrived
 
 
-def replay(x: Tensor, order: Order, link: Link) -> None:
-    """x (T,H) into the windows, in that order."""
-    lanes = max(link.programs // link.ranks, 1)
-    _replay[(link.ranks * lanes,)](
-        x.contiguous(),
-        order.words,
-        *link.arguments(order.tokens),
-        **tile_sizes(link.ranks, x.shape[1], x.element_size()),
-        LANES=lanes,
-        num_warps=16,
-        **registers(128),
+def replay(x: Tensor, own: Tensor, order: Order, link: Link) -> None:
+    """x (T,H) into the windows of other ranks and into `own` (A,H), in that order."""
+    constants = _constants(link.ranks, x.shape[1], x.element_size(), link.programs)
+    tensors = (x.contiguous(), own, order.words, *link.tensors)
+    _replay(
+        (link.ranks * constants["LANES"], 1, 1), tensors, link.integers(order.tokens), constants
     )
 
 
-def take(window: Tensor, order: Order, ranks: int) -> Tensor:
-    """The rows that arrived (A,H), copied; others are not written."""
-    out = torch.empty_like(window)
-    most, width = len(out) // ranks, out.shape[1]
-    sizes = tile_sizes(ranks, width, out.element_size(), share=4)
-    _take[(triton.cdiv(most, sizes["ROWS"]), ranks)](window, order.words, out, most, **sizes)
-    return out
+def take(window: Tensor, out: Tensor, order: Order, link: Link) -> None:
+    """The rows that arrived from others, of a window's (A,H), copied to `out` (A,H)."""
+    width = out.shape[1]
+    sizes = tile_sizes(link.ranks, width, out.element_size(), size=TAKEN)
+    grid = (triton.cdiv(link.most, sizes["ROWS"]), link.ranks - 1, 1)
+    if grid[1]:
+        _take(grid, (window, out, order.words), (link.rank, link.most), sizes)
 
 
+@cache
+def _constants(ranks: int, width: int, item: int, programs: int) -> dict[str, int]:
+    lanes = max(programs // ranks, 1)
+    sizes = tile_sizes(ranks, width, item)
+    return {**sizes, "LANES": lanes, "num_warps": 16, **registers(128)}
+
+
+@cache
+def _constants_of_choices(each: int, top_k: int) -> dict[str, int]:
+    choices = triton.next_power_of_2(top_k)
+    scan, block = max(SCANNED // choices, 1), max(SCANNED // 4 // choices, 1)
+    sizes = {"EACH": each, "K": top_k, "CHOICES": choices, "SCAN": scan, "BLOCK": block}
+    return {**sizes, "sanitize_overflow": False}
+
+
+@bound
 @triton.jit(do_not_specialize=[*VARYING, "ids_at", "gates_at"], debug=True)
 def _dispatch(
     x,
     ids,
     gates,
+    own,
     order,
     local_ids,
     arrived_gates,
@@ -127,7 +130,7 @@ def _dispatch(
     rank,
     tokens,
     most,
-    timeout_ns,
+    timeout_ns: tl.int64,
     ids_at,
     gates_at,
     EACH: tl.constexpr,
@@ -178,7 +181,7 @@ def _dispatch(
         tl.store(order + to, total)
     tl.debug_barrier()  # the list that this program wrote
     index = token_of_sent(order, tokens, W) + to * tokens
-    target = rows_of(there, x, W) + (rank * most).to(tl.int64) * WIDTH
+    target = tl.where(to == rank, own, rows_of(there, x, W)) + (rank * most).to(tl.int64) * WIDTH
     copy_rows(x, index, target, first, tl.where(alive, last, first), WIDTH, ROWS, COLUMNS)
     record = words(there + records_at(W)) + (rank * SLOTS + p) * 4
     tl.store(record, first, mask=alive)
@@ -213,9 +216,11 @@ def _dispatch(
     end_move(p, epochs, now, LANES * W)
 
 
+@bound
 @triton.jit(do_not_specialize=VARYING)
 def _replay(
     x,
+    own,
     order,
     peers,
     epochs,
@@ -223,7 +228,7 @@ def _replay(
     rank,
     tokens,
     most,
-    timeout_ns,
+    timeout_ns: tl.int64,
     W: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -241,26 +246,28 @@ def _replay(
     begin = p // W * part
     end = tl.where(alive, tl.minimum(begin + part, sent), begin)
     index = token_of_sent(order, tokens, W) + to * tokens
-    target = rows_of(there, x, W) + (rank * most).to(tl.int64) * WIDTH
+    target = tl.where(to == rank, own, rows_of(there, x, W)) + (rank * most).to(tl.int64) * WIDTH
     copy_rows(x, index, target, begin, end, WIDTH, ROWS, COLUMNS)
     release(flag_of(there, rank, p), progress(now, GROUPS - 1))
     await_arrival(peers, source, rank, p, now, patience, failure, W)
     end_move(p, epochs, now, LANES * W)
 
 
-@triton.jit(do_not_specialize=["most"])
+@bound
+@triton.jit(do_not_specialize=["rank", "most"])
 def _take(
     window,
-    order,
     out,
+    order,
+    rank,
     most,
     W: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Grid (blocks of rows, sources)."""
-    source = tl.program_id(1)
+    """Grid (blocks of rows, sources but for this rank)."""
+    source = (rank + 1 + tl.program_id(1)) % W
     end = tl.load(order + W + source)
     begin = tl.program_id(0) * ROWS
     base = (source * most).to(tl.int64) * WIDTH

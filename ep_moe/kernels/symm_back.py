@@ -1,11 +1,15 @@
 """Rows back to their homes, and their sums: the second half of `ep_moe.kernels.symm`."""
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ep_moe.kernels.device import registers
 from ep_moe.kernels.flags import GROUPS, release, wait
+from ep_moe.kernels.launch import bound
 from ep_moe.kernels.window import (
     ARRIVAL,
     BEGINNING,
@@ -24,53 +28,57 @@ from ep_moe.kernels.window import (
     tile_sizes,
 )
 
-FEW = 512  # tokens whose sums are made beside the push, without a second launch
-AT_LEAST = tl.constexpr(16)  # rows of a group that a program pushes, where there are as many
+FEW = 128  # tokens whose sums are made beside the push, without a second launch
+LATE = 512  # tokens whose sums do not pay beside it: nothing has arrived yet
+AT_LEAST = tl.constexpr(64)  # rows of a group that a program pushes, where there are as many
 
 
 def combine(rows: Tensor, order: Order, link: Link) -> Tensor:
     """rows (A,H), back to their homes -> (T,H): the sum of each token's, in the order of ranks, in
     fp32 (fp64 for fp64), rounded once."""
     ranks, tokens, rows = link.ranks, order.tokens, rows.contiguous()
-    out = rows.new_empty(tokens, rows.shape[1])
-    pushers = max(link.programs // 2, 1)
-    summers = max(link.programs - pushers, 1)
-    sizes = tile_sizes(ranks, rows.shape[1], rows.element_size())
+    width, item = rows.shape[1], rows.element_size()
+    out = torch.empty(tokens, width, dtype=rows.dtype, device=rows.device)
+    few = tokens <= FEW
     summed = tokens  # beside the push, and the others when all SMs are free for it
-    if tokens > FEW:
-        summed = tokens * 3 * (ranks - 1) // (4 * ranks)
-    _combine[(pushers + summers,)](
-        rows,
-        out,
-        order.words,
-        *link.arguments(tokens),
-        summed,
-        **sizes,
-        RANKS=triton.next_power_of_2(ranks),
-        PUSHERS=pushers,
-        FLAGS=triton.next_power_of_2(pushers),
-        SUMMERS=summers,
-        SUMMED=max(sizes["ROWS"] // 2, 1),
-        num_warps=16,
-        **registers(128),
-    )
+    if not few:
+        summed = max(tokens - LATE, 0) * 9 * (ranks - 1) // (10 * ranks)
+    constants = _constants(ranks, width, item, link.programs, few=few)
+    programs = constants["PUSHERS"] + constants["SUMMERS"]
+    tensors = (rows, out, order.words, *link.tensors)
+    _combine((programs, 1, 1), tensors, (*link.integers(tokens), summed), constants)
     if summed < tokens:
-        columns = min(2048, triton.next_power_of_2(rows.shape[1]))
-        _sum_others[(tokens - summed, triton.cdiv(rows.shape[1], columns))](
-            rows,
-            out,
-            order.words,
-            link.peers,
-            link.rank,
-            summed,
-            W=ranks,
-            WIDTH=rows.shape[1],
-            COLUMNS=columns,
-            num_warps=max(1, columns * rows.element_size() // 512),
-        )
+        constants = _constants_of_others(ranks, width, item)
+        grid = (tokens - summed, triton.cdiv(width, constants["COLUMNS"]), 1)
+        _sum_others(grid, (rows, out, order.words, link.peers), (link.rank, summed), constants)
     return out
 
 
+@cache
+def _constants(ranks: int, width: int, item: int, programs: int, *, few: bool) -> dict[str, int]:
+    pushers = max(programs // 2, 1)
+    sizes = tile_sizes(ranks, width, item)
+    summed = sizes["ROWS"] * (1 if few else 2) // triton.next_power_of_2(ranks)
+    return {
+        **sizes,
+        "RANKS": triton.next_power_of_2(ranks),
+        "PUSHERS": pushers,
+        "FLAGS": triton.next_power_of_2(pushers),
+        "SUMMERS": max(programs - pushers, 1),
+        "SUMMED": max(summed, 1),
+        "num_warps": 16,
+        **registers(128),
+    }
+
+
+@cache
+def _constants_of_others(ranks: int, width: int, item: int) -> dict[str, int]:
+    columns = min(2048, triton.next_power_of_2(width))
+    warps = max(1, columns * item // 512)
+    return {"W": ranks, "WIDTH": width, "COLUMNS": columns, "num_warps": warps}
+
+
+@bound
 @triton.jit(do_not_specialize=[*VARYING, "summed"])
 def _combine(
     rows,
@@ -82,7 +90,7 @@ def _combine(
     rank,
     tokens,
     most,
-    timeout_ns,
+    timeout_ns: tl.int64,
     summed,
     W: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -158,6 +166,7 @@ def _combine(
     end_move(p, epochs, now, PUSHERS + SUMMERS)
 
 
+@bound
 @triton.jit(do_not_specialize=["rank", "summed"])
 def _sum_others(
     rows,
@@ -171,7 +180,7 @@ def _sum_others(
     COLUMNS: tl.constexpr,
 ):
     """Grid (tokens from `summed` on, blocks of columns)."""
-    token = summed + tl.program_id(0) + tl.arange(0, 1)
+    token = summed + tl.num_programs(0) - 1 - tl.program_id(0) + tl.arange(0, 1)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     _sum(rows, out, order, tl.load(peers + rank), rank, token, token >= 0, c, W, WIDTH)
 
@@ -183,7 +192,7 @@ def _sum(rows, out, order, here, rank, token, owned, c, W: tl.constexpr, WIDTH: 
     wide: tl.constexpr = tl.float64 if element == tl.float64 else tl.float32
     acc = tl.zeros([token.shape[0], c.shape[0]], wide)
     inside = owned[:, None] & (c < WIDTH)[None, :]
-    for r in range(W):
+    for r in tl.static_range(W):
         place = tl.load(sent_of_token(order, W) + token * W + r, mask=owned, other=-1)
         from_ = tl.where(r == rank, rows, rows_of(here, rows, W))
         at = place.to(tl.int64)[:, None] * WIDTH + c[None, :]

@@ -1,5 +1,6 @@
 """What all moves between ranks share: the form of a window, waits on it, and copies."""
 
+from functools import cache
 from typing import NamedTuple
 
 import triton
@@ -32,12 +33,16 @@ class Link(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        return len(self.peers) - 1
+        return self.peers.shape[0] - 1
 
-    def arguments(self, tokens: int) -> tuple[Tensor | int, ...]:
-        """Of the kernels that move, in their order."""
-        where = (self.peers, self.epochs, self.failure)
-        return *where, self.rank, tokens, self.most, self.timeout_ns
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the kernels that move, in their order, behind other tensors."""
+        return self.peers, self.epochs, self.failure
+
+    def integers(self, tokens: int) -> tuple[int, ...]:
+        """Likewise."""
+        return self.rank, tokens, self.most, self.timeout_ns
 
 
 class Layout(NamedTuple):
@@ -62,6 +67,7 @@ class Order(NamedTuple):
     tokens: int
 
 
+@cache  # the host makes a move in less time than this takes
 def layout(ranks: int, most: int, row_bytes: int, top_k: int = 0, gate_bytes: int = 0) -> Layout:
     rows = 24 * ranks * SLOTS.value
     ids = rows + aligned(ranks * most * row_bytes)
@@ -69,12 +75,14 @@ def layout(ranks: int, most: int, row_bytes: int, top_k: int = 0, gate_bytes: in
     return Layout(rows, ids, gates, gates + aligned(ranks * most * top_k * gate_bytes))
 
 
-def tile_sizes(ranks: int, width: int, item: int, *, share: int = 1) -> dict[str, int]:
-    """Tiles of BYTES / share, of whole pieces of a row where its width has such."""
-    columns = min(width & -width, 2048)
+@cache
+def tile_sizes(ranks: int, width: int, item: int, *, size: int | None = None) -> dict[str, int]:
+    """Tiles of `size` bytes, of whole pieces of a row where its width has such."""
+    size = size or BYTES
+    columns = min(width & -width, 1024)
     if columns < 256:
         columns = min(triton.next_power_of_2(width), 1024)
-    rows = min(max(BYTES // (share * columns * item), 1), 512)
+    rows = min(max(size // (columns * item), 1), 512)
     return {"W": ranks, "WIDTH": width, "ROWS": rows, "COLUMNS": columns}
 
 

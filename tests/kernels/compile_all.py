@@ -97,11 +97,11 @@ def moves(
     variant: str, link: symm.Link, order: symm.Order
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     x, rows, ids, gates = empty(T, H), empty(link.ranks * T, H), ints(T, K), floats(T, K)
-    yield f"move, {variant}", lambda: symm.dispatch(x, ids, gates, link, num_experts=256)
-    yield f"move, {variant}", lambda: symm.replay(x, order, link)
+    yield f"move, {variant}", lambda: symm.dispatch(x, ids, gates, rows, link, num_experts=256)
+    yield f"move, {variant}", lambda: symm.replay(x, rows, order, link)
     yield f"move, {variant}", lambda: symm_back.combine(rows, order, link)
     yield f"move, {variant}, fp32 gates", lambda: symm_back.combine(gates, order, link)
-    yield f"{variant}", lambda: symm.take(rows, order, link.ranks)
+    yield f"{variant}", lambda: symm.take(rows, rows, order, link)
 
 
 def experts(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -65,11 +65,13 @@ class Rank0:
         )
         self.elsewhere = [memory.clone() for memory in self.windows[1:]]
 
-    def dispatch(self, ids=IDS):
+    def dispatch(self, ids=IDS, *, own=None):
         x = torch.arange(len(ids) * H, dtype=torch.float32, device=self.device).view(-1, H)
         ids = torch.tensor(ids, dtype=torch.int32, device=self.device)
-        gates = ids.float() / 10
-        order, local_ids, gates = symm.dispatch(x, ids, gates, self.link, num_experts=2 * W)
+        gates, rows = ids.float() / 10, self.rows(0).flatten(0, 1)
+        order, local_ids, gates = symm.dispatch(
+            x, ids, gates, rows if own is None else own, self.link, num_experts=2 * W
+        )
         return x, order, local_ids, gates
 
     def rows(self, rank):
@@ -172,7 +174,7 @@ def test_after_a_failure_no_peer_is_written(device):
     for come in (ALL, (0, 2)):
         ranks = [Rank0(device, come=come, failed=True) for _ in "123"]
         x, order, local_ids, _ = ranks[0].dispatch()
-        symm.replay(x, order, ranks[1].link)
+        symm.replay(x, ranks[1].rows(0).flatten(0, 1), order, ranks[1].link)
         rows = torch.ones(W * MOST, H, device=device)
         symm_back.combine(rows, ranks[2].order(), ranks[2].link)
         assert local_ids.view(W, MOST, K)[0, :3].tolist() == [[0, 1], [-1, 1], [-1, 0]]
@@ -186,12 +188,25 @@ def test_replayed_and_taken(device):
     rank = Rank0(device, come=ALL)
     x, order, *_ = rank.dispatch()
     again = Rank0(device, come=ALL)
-    symm.replay(-x, order, again.link)
+    symm.replay(-x, again.rows(0).flatten(0, 1), order, again.link)
     for r in ALL:
         assert torch.equal(again.rows(r)[0, : SENT[r]], -rank.rows(r)[0, : SENT[r]])
-    taken = symm.take(again.rows(0).view(-1, H).fill_(3.0), order, W).view(W, MOST, H)
-    for source, n in enumerate((3, 2, 2)):
+    taken = torch.zeros(W, MOST, H, device=device)
+    symm.take(again.rows(0).flatten(0, 1).fill_(3.0), taken.flatten(0, 1), order, again.link)
+    for source, n in enumerate((0, 2, 2)):
         assert (taken[source, :n] == 3).all()
+    assert not taken[0].any()  # its own stand where it wanted them
+
+
+def test_own_rows_go_where_they_are_wanted(device):
+    """Out of the area that others write, which they then need not be copied out of."""
+    rank, own = Rank0(device, come=ALL), torch.zeros(W * MOST, H, device=device)
+    x, order, *_ = rank.dispatch(own=own)
+    assert torch.equal(own[: SENT[0]], x[[0, 1, 4]])
+    assert not own[SENT[0] :].any() and (rank.rows(0).view(torch.int32)[0] == PATTERN).all()
+    again = Rank0(device, come=ALL)
+    symm.replay(-x, own, order, again.link)
+    assert torch.equal(own[: SENT[0]], -x[[0, 1, 4]])
 
 
 def test_combined(device):
@@ -207,7 +222,14 @@ def test_combined(device):
     assert not rank.failure.any()
 
 
-def test_a_sum_waits_for_its_last_row_alone(device, monkeypatch):
+def eight_rows_at_a_time(monkeypatch, request):
+    monkeypatch.setattr(window, "BYTES", 8 * 8 * 4)
+    for sizes in (window.tile_sizes, symm_back._constants):
+        sizes.cache_clear()
+        request.addfinalizer(sizes.cache_clear)
+
+
+def test_a_sum_waits_for_its_last_row_alone(device, monkeypatch, request):
     """Two programs push a row each in a group, two sum up two tokens at a time."""
     if device.type == "cuda":
         pytest.skip("a compiled kernel waits unseen")
@@ -221,15 +243,15 @@ def test_a_sum_waits_for_its_last_row_alone(device, monkeypatch):
     wait = symm_back.wait
     monkeypatch.setattr(symm_back, "wait", spy)
     monkeypatch.setattr(symm_back, "AT_LEAST", tl.constexpr(1))
-    monkeypatch.setattr(window, "BYTES", 4 * 8 * 4)
+    eight_rows_at_a_time(monkeypatch, request)
     rank, rows = Rank0(device, come=ALL), torch.ones(W * MOST, H)
     order = rank.order(7, arrived=0)  # it sends none back, and gets seven
     symm_back.combine(rows, order, rank.link._replace(programs=4))
-    assert [set(numbers - GROUPS) for numbers in awaited] == [{0}, {2}, {7}, {1}, {3}, {7}]
+    assert [set(numbers - GROUPS) for numbers in awaited] == [{0}, {2}, {3}, {1}, {3}, {3}]
     assert {len(numbers) for numbers in awaited} == {4}  # two programs of two peers
 
 
-def test_a_late_rank_is_waited_for_once(device, monkeypatch):
+def test_a_late_rank_is_waited_for_once(device, monkeypatch, request):
     """However many blocks of tokens a program sums up. The next one knows already."""
     if device.type == "cuda":
         pytest.skip("a compiled kernel waits unseen")
@@ -241,7 +263,7 @@ def test_a_late_rank_is_waited_for_once(device, monkeypatch):
 
     wait = symm_back.wait
     monkeypatch.setattr(symm_back, "wait", spy)
-    monkeypatch.setattr(window, "BYTES", 4 * 8 * 4)
+    eight_rows_at_a_time(monkeypatch, request)
     rank = Rank0(device, come=ALL, sent=-1)  # all have begun
     symm_back.combine(torch.ones(W * MOST, H), rank.order(7), rank.link._replace(programs=3))
     assert patiences == [200_000, 200_000, 0, 0, 0, 0, 0]
@@ -264,7 +286,7 @@ def test_a_group_is_told_of_when_it_is_there(device, monkeypatch):
     order = rank.order(7)
     order.words[:W] = 1  # it gets them back, and sends seven
     symm_back.combine(rows, order, rank.link._replace(programs=4))
-    steps = [(0, 1), (1, 2), (2, 3), (7, 4), (0, 5), (1, 6), (2, 7), (7, 7)]
+    steps = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 5), (1, 6), (2, 7), (3, 7)]
     before = [0, *(n for _, n in steps)]
     expected = [
         pair
@@ -277,7 +299,7 @@ def test_a_group_is_told_of_when_it_is_there(device, monkeypatch):
 @pytest.mark.parametrize("move", [2**31 - 1, -(2**31), -(2**31) + 1, 2**28 - 1, 2**28])
 @pytest.mark.parametrize("stale", [None, -1, 2 * GROUPS, 2**31])
 def test_moves_wrap_around(move, stale, device):
-    """A server makes 2^31 moves in a day or two. Flags count eight times as fast, and one that was
+    """A server makes 2^31 moves in a day or two. Flags count GROUPS times as fast, and one that was
     last set days ago may be anywhere."""
     rank = Rank0(device, ALL if stale is None else (0, 2), move)
     if stale is not None:
