@@ -226,12 +226,8 @@ def _losses(rows: Sequence[Row]) -> list[str]:
     lost = []
     for row in rows:
         base = ours.get(key_of(row.case))
-        if (
-            base
-            and row.time_ms
-            and row.time_ms < base
-            and not row.impl.startswith((CEILING, VARIANT))
-        ):
+        competes = not row.impl.startswith((CEILING, VARIANT))
+        if competes and base and row.time_ms and row.time_ms < base:
             differing = [key for key in varying(rows) if key not in _of_model(rows)]
             where = words({key: row.case.get(key) for key in differing}) or "the only case"
             lost.append(f"- {row.impl} is {base / row.time_ms:.2f} times as fast: {where}")

@@ -10,6 +10,7 @@ from benchmarks.records import Record
 OURS = "ep_moe"
 VARIANT = f"{OURS}, "  # an implementation so named is ours with another option, and no competitor
 CEILING = "ceiling"  # an implementation so named, or `ceiling: ...`, is a bound and no competitor
+UNEVEN = ("max_vio", "busiest_rank")  # of a case: what its tokens turned out to be
 _TIMING = (
     "method",
     "window_ms",

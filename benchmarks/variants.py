@@ -1,4 +1,4 @@
-"""Layers that hold the same weights and differ in how they work, to be measured beside each other."""
+"""Layers of the same weights that differ in how they work, to be measured together."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -4,9 +4,9 @@ forward and forward+backward in one cell.
 
 from collections.abc import Callable, Mapping, Sequence
 
-from benchmarks.rows import CEILING, OURS, VARIANT, Row, key_of, number, text_of, varying
+from benchmarks.rows import CEILING, OURS, UNEVEN, VARIANT, Row, key_of, number, text_of, varying
 
-_OF_LOAD = ("skew", "trace", "trace_step", "trace_layer", "max_vio", "busiest_rank")
+_OF_LOAD = ("skew", "trace", "trace_step", "trace_layer", *UNEVEN)
 
 
 def has_parts(rows: Sequence[Row]) -> list[Row]:
