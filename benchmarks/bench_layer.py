@@ -200,6 +200,8 @@ class Bench:
         moe = bounded(config.moe, max(config.tokens))
         with process.device:
             layer = ep_moe.MoELayer(moe, ep=process.group).to(config.torch_dtype)
+        for variant in variants_of(config.moe, config.variants).values():  # one that cannot be made
+            layer_of(variant, layer, tokens=max(config.tokens), process=process, routing=None)
         recorder = Recorder.start(config.results, process, packages=PACKAGES)
         return cls(config, layer, process, recorder, loads or [None])
 
@@ -218,10 +220,11 @@ class Bench:
             inputs = self.make_inputs(tokens)
             for load in self.loads:
                 try:
-                    setting = self.set_up(inputs, load)
+                    routing = None if load is None else load.share(tokens, self.process)
                 except ep_moe.ConfigError as reason:
                     say(f"skipped the trace: {reason}", self.process)
                     continue
+                setting = self.set_up(inputs, load, routing)
                 for direction in self.config.directions:
                     self.time_layer(setting, direction)
                     if self.process.group is None:
@@ -249,10 +252,11 @@ class Bench:
             sets.append(Inputs(x.requires_grad_(), d_y))
         return sets
 
-    def set_up(self, inputs: Sequence[Inputs], load: Load | None) -> Setting:
-        """Raises ConfigError for a trace of fewer tokens."""
+    def set_up(
+        self, inputs: Sequence[Inputs], load: Load | None, routing: ep_moe.Routing | None
+    ) -> Setting:
+        """routing: this rank's share of the load."""
         moe, tokens = self.config.moe, len(inputs[0].x)
-        routing = None if load is None else load.share(tokens, self.process)
 
         def build(moe: ep_moe.MoEConfig) -> ep_moe.MoELayer:
             return layer_of(moe, self.layer, tokens=tokens, process=self.process, routing=routing)

@@ -165,7 +165,7 @@ def on_ranks_of_symm(rank, folder):
     changes["directions"] = ("forward",)  # the interpreter is slow
     bench = Bench.start(LayerBench(moe=moe, results=folder, **SHORT | changes), process)
     bench.run()
-    setting = bench.set_up(bench.make_inputs(1), None)
+    setting = bench.set_up(bench.make_inputs(1), None, None)
     return [layer.transport.max_tokens for layer in (bench.layer, setting.layer, setting.apart())]
 
 
@@ -182,7 +182,7 @@ def test_the_layers_beside_each_other_hold_the_same_weights():
     changes = {"variants": ({"experts_keep": "rows"}, {"numerics": "exact"})}
     moe = small_config(num_shared_experts=1, expert_bias=True, mlp_bias=True)
     bench = Bench.start(LayerBench(moe=moe, **SHORT | changes), ALONE)
-    setting = bench.set_up(bench.make_inputs(4), None)
+    setting = bench.set_up(bench.make_inputs(4), None, None)
     layers = [setting.layer, setting.apart(), *setting.others.values()]
     assert [layer.config.experts_keep for layer in layers[2:]] == ["rows", "pre_activation"]
     assert [layer.config.numerics for layer in layers[2:]] == ["fast", "exact"]
@@ -191,6 +191,12 @@ def test_the_layers_beside_each_other_hold_the_same_weights():
         theirs = dict(layer.named_parameters()) | dict(layer.named_buffers())
         assert theirs.keys() == mine.keys()
         assert all(theirs[name] is mine[name] for name in mine)
+
+
+def test_a_variant_that_cannot_be_made_is_named_before_anything_is_timed():
+    config = LayerBench(moe=small_config(), **SHORT | {"variants": ({"transport": "symm"},)})
+    with pytest.raises(ConfigError, match="transport = 'symm'"):
+        Bench.start(config, ALONE)
 
 
 @pytest.mark.usefixtures("quick")

@@ -170,6 +170,12 @@ def bench(path, process, results, **changes):
     return bench_layer.Bench.start(config, process)
 
 
+def set_up(run, tokens):
+    (load,) = run.loads
+    routing = load and load.share(tokens, run.process)
+    return run.set_up(run.make_inputs(tokens), load, routing)
+
+
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setitem(harness._COPY_BYTES, "cpu", 2**16)
@@ -189,7 +195,7 @@ def test_a_run_names_its_trace(path, tmp_path, quick, capsys):
 
 def test_both_scopes_route_by_the_trace(path, tmp_path):
     run = bench(path, ALONE, tmp_path)
-    setting = run.set_up(run.make_inputs(6), *run.loads)
+    setting = set_up(run, 6)
     assert len({i.x.data_ptr() for i in setting.inputs}) == len(setting.inputs) > 1
     assert setting.routing.ids[:, 0].tolist() == [0] * 6
     for i in setting.inputs:
@@ -201,7 +207,7 @@ def test_both_scopes_route_by_the_trace(path, tmp_path):
 
 def test_without_a_trace_nothing_is_said_of_one(tmp_path):
     run = bench_layer.Bench.start(bench_layer.LayerBench(moe=CONFIG, dtype="float32"), ALONE)
-    setting = run.set_up(run.make_inputs(4), *run.loads)
+    setting = set_up(run, 4)
     assert "trace" not in run.case("layer", "forward", setting)
     assert setting.routing is None
 
@@ -220,7 +226,7 @@ def test_two_ranks_replay_their_parts(path, tmp_path):
 def _replay_on_two_ranks(rank, path, results):
     process = Process(rank, rank, 2, torch.device("cpu"), dist.group.WORLD)
     run = bench(path, process, results, peers=(), profiled_calls=0)
-    setting = run.set_up(run.make_inputs(6), *run.loads)
+    setting = set_up(run, 6)
     with ep_moe.record_routing() as record:
         setting.layer(setting.inputs[0].x)
     run.time_layer(setting, "forward+backward")
