@@ -3,6 +3,8 @@
     python -m benchmarks.bench_layer --moe configs/qwen3_30b_a3b.yaml --tokens '[4096,16384]'
     torchrun --standalone --nproc-per-node 8 -m benchmarks.bench_layer --moe configs/olmoe.yaml
     python -m benchmarks.bench_layer --moe LAYER.yaml --trace benchmarks/traces/NAME.npz
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.bench_layer --moe LAYER.yaml \
+        --moe.transport symm --skews '[1,2,5]' --alone true --variants '[{pipeline_chunks: 2}]'
 
 Scope `layer` goes from x to y, with router and shared experts. Scope `moe`, on one rank, goes from
 x, ids and gate weights to y, as do the peers beside it. `forward` runs without autograd;
@@ -10,7 +12,12 @@ x, ids and gate weights to y, as do the peers beside it. `forward` runs without 
 
 With a trace, tokens go where those of a real training run went. Scope `moe` takes its ids and gate
 weights; scope `layer` takes its ids and computes logits, gate weights and losses from x, which is
-random, but does not sort the logits to choose.
+random, but does not sort the logits to choose. With skews they go where the busiest expert has so
+many times the mean load, in the same way.
+
+Over several ranks `alone` measures, beside the layer, its computing without the moves and its moves
+without the computing (`benchmarks.alone`), and records ratio: the layer's time by the longer of the
+two, at best 1. Variants are the same layer, of the same weights, with other options, beside it.
 
 TFLOP/s are per rank and count 6*H*I*K*T operations for the routed experts of T tokens per rank, in
 scope layer also 6*H*J*T for shared experts of width J and 2*H*E*T for the router; three times that
@@ -26,14 +33,17 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from typing import Any, Literal, get_args
+from itertools import groupby
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 import ep_moe
 from benchmarks import harness, report
+from benchmarks.alone import COMMUNICATION, COMPUTE, take_apart
 from benchmarks.harness import Disagreement, Implementation, Method, Metrics, Window, say
+from benchmarks.loads import Load, Skewed
 from benchmarks.peers import (
     PACKAGES,
     PEERS,
@@ -45,7 +55,8 @@ from benchmarks.peers import (
 )
 from benchmarks.records import Recorder
 from benchmarks.rows import CEILING, OURS, latest_rows
-from benchmarks.trace import Replay, record_of
+from benchmarks.trace import Replay
+from benchmarks.variants import bounded, layer_of, variants_of
 from ep_moe.config import parse_args
 from ep_moe.measure import profile_stages
 from ep_moe.parallel import Process
@@ -59,11 +70,16 @@ class LayerBench:
     """Time one MoE layer, with its peers beside it where there is one rank.
 
     Args:
-        moe: the layer; its forced_routing and forced_skew choose how tokens spread
+        moe: the layer; its forced_routing and forced_skew choose how tokens spread. Without
+            max_tokens_per_rank a transport that wants it is told each number of tokens
         model: what the tables call it
         trace: a recorded routing to replay (`python -m benchmarks.trace` shows what it holds)
         trace_step: one of the optimizer steps in it, by default the last
         trace_layer: one of the layers in it, by default the first
+        skews: loads of the busiest expert over the mean, one measurement each, and then the trace
+            if there is one; 1 = where the logits say. By default the trace, or what `moe` says
+        variants: changes to `moe`, each measured beside it, such as {pipeline_chunks: 2}
+        alone: on several ranks, also computing alone and communicating alone
         tokens: tokens on each rank (T), one measurement each
         dtype: of tokens and weights
         directions: forward, forward+backward
@@ -83,6 +99,9 @@ class LayerBench:
     trace: str | None = None
     trace_step: int | None = None
     trace_layer: int | None = None
+    skews: tuple[float, ...] = ()
+    variants: tuple[dict[str, Any], ...] = ()
+    alone: bool = False
     tokens: tuple[int, ...] = (1024, 4096)
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     directions: tuple[Direction, ...] = get_args(Direction)
@@ -105,6 +124,18 @@ class LayerBench:
                 raise ep_moe.ConfigError(name, getattr(self, name), "unset without a trace")
         if unknown := sorted(set(self.peers) - set(PEERS)):
             raise ep_moe.ConfigError("peers", unknown, f"among {sorted(PEERS)}")
+        most = self.moe.max_tokens_per_rank
+        if most is not None and most < max(self.tokens):
+            rule = f"unset, or at least {max(self.tokens)}, the most of `tokens`"
+            raise ep_moe.ConfigError("moe.max_tokens_per_rank", most, rule)
+        limit = self.moe.num_experts / self.moe.top_k
+        if self.skews and not 1 <= min(self.skews) <= max(self.skews) <= limit:
+            rule = f"between 1 and num_experts / top_k = {limit:g}"
+            raise ep_moe.ConfigError("skews", self.skews, rule)
+        for name, rule in {"forced_routing": "none", "capacity_factor": None}.items():
+            if self.skews and (value := getattr(self.moe, name)) != rule:
+                raise ep_moe.ConfigError(f"moe.{name}", value, f"{rule!r} with skews, which decide")
+        variants_of(self.moe, self.variants)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -117,39 +148,62 @@ class LayerBench:
         ]
 
 
-@dataclass(frozen=True, eq=False)
-class Inputs:
-    """One input set: x (T,H) and the gradient of y, other data on each rank and in each set; of a
-    trace the same routing in each set, and a record of it."""
+class Inputs(NamedTuple):
+    """One input set: x (T,H) and the gradient of y, other data on each rank and in each set."""
 
     x: Tensor
     d_y: Tensor
-    routing: ep_moe.Routing | None = None
-    record: ep_moe.RoutingRecord | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """What is measured of one number of tokens and one load; None = where the logits say.
+
+    inputs   sets of them
+    routing  of the load, the same in each set
+    layer    ours
+    others   its variants, by name
+    apart    ours once more, for `take_apart`; each use takes a new one
+    """
+
+    inputs: Sequence[Inputs]
+    load: Load | None
+    routing: ep_moe.Routing | None
+    layer: ep_moe.MoELayer
+    others: Mapping[str, ep_moe.MoELayer]
+    apart: Callable[[], ep_moe.MoELayer]
 
 
 @dataclass(frozen=True)
 class Bench:
-    """One run: what was asked for, the layer, where it runs and where its numbers go."""
+    """One run: what was asked for, a layer with the weights, where it runs and where its numbers
+    go."""
 
     config: LayerBench
     layer: ep_moe.MoELayer
     process: Process
     recorder: Recorder
-    replay: Replay | None
+    loads: Sequence[Load | None]
 
     @classmethod
     def start(cls, config: LayerBench, process: Process) -> "Bench":
-        replay = None
+        loads: list[Load | None] = []
+        for skew in config.skews:
+            loads.append(Skewed(config.moe, skew) if skew > 1 else None)
         if config.trace:
             step, number = config.trace_step, config.trace_layer
             replay = Replay.load(config.trace, config.moe, step=step, layer=number)
-            replay.share(max(config.tokens), process)  # too many: refused before anything is timed
+            most = min(config.tokens) if loads else max(config.tokens)
+            replay.share(most, process)  # too many: refused before anything is timed
+            loads.append(replay)
         torch.manual_seed(config.seed)  # the same on every rank, and with it the router's weights
+        moe = bounded(config.moe, max(config.tokens))
         with process.device:
-            layer = ep_moe.MoELayer(config.moe, ep=process.group).to(config.torch_dtype)
+            layer = ep_moe.MoELayer(moe, ep=process.group).to(config.torch_dtype)
+        for variant in variants_of(config.moe, config.variants).values():  # one that cannot be made
+            layer_of(variant, layer, tokens=max(config.tokens), process=process, routing=None)
         recorder = Recorder.start(config.results, process, packages=PACKAGES)
-        return cls(config, layer, process, recorder, replay)
+        return cls(config, layer, process, recorder, loads or [None])
 
     @property
     def methods(self) -> Sequence[Method]:
@@ -159,13 +213,22 @@ class Bench:
         if self.process.group is not None and self.config.peers:
             ranks = self.process.world_size
             say(f"skipped the peers: they run on one rank, and there are {ranks}", self.process)
+        if self.process.group is None and self.config.alone:
+            say("skipped the parts alone: on one rank nothing travels", self.process)
         self.measure_ceilings()
         for tokens in self.config.tokens:
             inputs = self.make_inputs(tokens)
-            for direction in self.config.directions:
-                self.time_layer(inputs, direction)
-                if self.process.group is None:
-                    self.time_beside_peers(inputs, direction)
+            for load in self.loads:
+                try:
+                    routing = None if load is None else load.share(tokens, self.process)
+                except ep_moe.ConfigError as reason:
+                    say(f"skipped the trace: {reason}", self.process)
+                    continue
+                setting = self.set_up(inputs, load, routing)
+                for direction in self.config.directions:
+                    self.time_layer(setting, direction)
+                    if self.process.group is None:
+                        self.time_beside_peers(setting, direction)
 
     def measure_ceilings(self) -> None:
         """Once per window; recorded for each method, since they bound them all."""
@@ -186,39 +249,66 @@ class Bench:
         for _ in range(harness.input_sets(int(weights + rows), device)):
             both = torch.randn(2, tokens, moe.hidden_size, generator=generator, device=device)
             x, d_y = both.to(dtype)
-            inputs = Inputs(x.requires_grad_(), d_y)
-            if self.replay is not None:
-                routing = self.replay.share(tokens, self.process)
-                inputs = replace(inputs, routing=routing, record=record_of(routing))
-            sets.append(inputs)
+            sets.append(Inputs(x.requires_grad_(), d_y))
         return sets
 
-    def forward(self, inputs: Inputs) -> Tensor:
-        """x to y."""
-        if inputs.record is None:
-            return self.layer(inputs.x)[0]
-        with ep_moe.replay_routing(inputs.record):
-            return self.layer(inputs.x)[0]
+    def set_up(
+        self, inputs: Sequence[Inputs], load: Load | None, routing: ep_moe.Routing | None
+    ) -> Setting:
+        """routing: this rank's share of the load."""
+        moe, tokens = self.config.moe, len(inputs[0].x)
 
-    def time_layer(self, inputs: Sequence[Inputs], direction: Direction) -> None:
-        """x to y, and the breakdown of one input set into stages."""
-        layer = self.layer
-        leaves = list(layer.parameters())
-        calls = [_call(direction, partial(self.forward, i), (i.x, *leaves), i.d_y) for i in inputs]
-        case = self.case("layer", direction, len(inputs[0].x))
-        self.record(case, {OURS: Implementation(calls, layer.transport.caps.graphable)})
+        def build(moe: ep_moe.MoEConfig) -> ep_moe.MoELayer:
+            return layer_of(moe, self.layer, tokens=tokens, process=self.process, routing=routing)
+
+        variants = variants_of(moe, self.config.variants)
+        others = {name: build(variant) for name, variant in variants.items()}
+        whole = replace(moe, shared_expert_overlap=False, pipeline_chunks=1)  # nothing beside
+        return Setting(inputs, load, routing, build(moe), others, partial(build, whole))
+
+    def time_layer(self, setting: Setting, direction: Direction) -> None:
+        """x to y, beside its variants and its parts, and the breakdown of one input set into
+        stages."""
+
+        def calls(layer: ep_moe.MoELayer) -> list[Callable[[], Outputs]]:
+            leaves, made = list(layer.parameters()), []
+            for x, d_y in setting.inputs:
+                made.append(_call(direction, partial(_forward, layer, x), (x, *leaves), d_y))
+            return made
+
+        def check(output: Outputs) -> None:
+            _agree(output, ours[0](), direction, self.config.torch_dtype)
+
+        ours = calls(setting.layer)
+        implementations = {OURS: Implementation(ours, setting.layer.transport.caps.graphable)}
+        for name, other in setting.others.items():
+            graphable = other.transport.caps.graphable
+            implementations[name] = Implementation(calls(other), graphable, check)
+        if self.config.alone and self.process.group is not None:
+            apart = setting.apart()
+            implementations |= take_apart(apart, calls(apart)).implementations(check)
+
+        def by_parts(name: str, times: Mapping[str, float]) -> Metrics:
+            parts = [times[part] for part in (COMPUTE, COMMUNICATION) if part in times]
+            if name in (COMPUTE, COMMUNICATION) or len(parts) < 2:
+                return {}
+            return {"ratio": (times[name] / max(parts), "ratio")}
+
+        case = self.case("layer", direction, setting)
+        self.record(case, implementations, by_parts)
         if count := self.config.profiled_calls:
             with profile_stages(self.process) as stages:
                 for _ in range(count):
-                    calls[0]()
+                    ours[0]()
             metrics = {name: (ms / count, "ms") for name, ms in stages.items()}
             self.recorder.add("layer_stages", OURS, {**case, "calls": count}, metrics)
 
-    def time_beside_peers(self, inputs: Sequence[Inputs], direction: Direction) -> None:
+    def time_beside_peers(self, setting: Setting, direction: Direction) -> None:
         """x, ids and gate weights to y: ours, each peer that agrees with it, the dense bound."""
-        config, layer, experts = self.config.moe, self.layer, self.layer.experts
+        config, layer, inputs = self.config.moe, setting.layer, setting.inputs
+        experts = layer.experts
         with torch.no_grad():
-            routings = [i.routing or layer.router(i.x, None)[0] for i in inputs]
+            routings = [setting.routing or layer.router(i.x, None)[0] for i in inputs]
         forwards: dict[str, Callable[[], Tensor]] = {}
 
         def calls(name: str, peer: Peer) -> list[Callable[[], Outputs]]:
@@ -238,9 +328,7 @@ class Bench:
             if isinstance(output, tuple):
                 d_x, d_gates, *d_weights = output
                 output = (d_x, d_gates, *peer.ours(*d_weights))
-            error, limit = largest_error(output, ours[0]()), error_limit(self.config.torch_dtype)
-            if not error <= limit:  # NaN too
-                raise Disagreement(f"its {direction} is {error:.1e} from ours, above {limit:g}")
+            _agree(output, ours[0](), direction, self.config.torch_dtype)
 
         graphable = layer.transport.caps.graphable
         ours = calls(OURS, Peer(our_moe, torch.int32, torch.float32, graphable))
@@ -261,58 +349,64 @@ class Bench:
         implementations[f"{CEILING}: dense"] = Implementation(dense, graphable=True)
         touched = touched_bytes([routing.ids for routing in routings], experts)
 
-        def of_experts(name: str, ms: float) -> Metrics:
+        def of_experts(name: str, times: Mapping[str, float]) -> Metrics:
             if name not in forwards:  # the ceiling has no experts
                 return {}
             if direction == "forward":
-                return {"touched": (touched / ms / 1e9, "TB/s")}
+                return {"touched": (touched / times[name] / 1e9, "TB/s")}
             if self.process.device.type != "cuda":
                 return {}
             return {"alive": (alive_bytes(forwards[name], inputs[0].x) / 1e9, "GB")}
 
-        case = self.case("moe", direction, len(inputs[0].x))
+        case = self.case("moe", direction, setting)
         self.record(case, implementations, of_experts)
 
-    def case(self, scope: str, direction: Direction, tokens: int) -> dict[str, Any]:
+    def case(self, scope: str, direction: Direction, setting: Setting) -> dict[str, Any]:
         """What is measured; of the layer's fields those that differ from their defaults."""
-        moe = self.config.moe
+        moe, tokens, ranks = self.config.moe, len(setting.inputs[0].x), self.process.world_size
         chosen = {f.name: getattr(moe, f.name) for f in fields(moe)}
         return {
             "model": self.config.model,
             "scope": scope,
             "direction": direction,
-            "ranks": self.process.world_size,
+            "ranks": ranks,
             "tokens": tokens,
             "dtype": self.config.dtype,
             **{f.name: chosen[f.name] for f in fields(moe) if chosen[f.name] != f.default},
-            **(self.replay.case(tokens, self.process.world_size) if self.replay else {}),
+            **(setting.load.case(tokens, ranks) if setting.load else {}),
         }
 
     def record(
         self,
         case: Mapping[str, Any],
         implementations: Mapping[str, Implementation],
-        more: Callable[[str, float], Metrics] = lambda name, ms: {},
+        more: Callable[[str, Mapping[str, float]], Metrics],
     ) -> None:
-        """Time them beside each other, and keep and print each result as it comes; `more` has an
-        implementation's other metrics, given its ms."""
+        """Time them beside each other, and keep and print each window's results as they come;
+        `more` has an implementation's other metrics, given the ms of all that it was beside."""
         all_tokens = case["tokens"] * case["ranks"]
         count = operations(self.config.moe, case["tokens"], case["scope"], case["direction"])
-        for name, method, window, timing in harness.compare(
+        results = harness.compare(
             implementations,
             methods=self.methods,
             windows=self.config.windows,
             process=self.process,
-        ):
-            ms = timing.median_ms
-            metrics = timing.metrics()
-            metrics["tokens/s"] = (all_tokens / ms * 1e3, "tokens/s")
-            metrics["TFLOP/s"] = (count / ms / 1e9, "TFLOP/s")
-            metrics |= more(name, ms)
-            timed = {**case, "method": method, **asdict(window)}
-            self.recorder.add("layer", name, timed, metrics)
-            what = f"{case['scope']} {case['direction']}, {case['tokens']} tokens, {method}"
-            say(f"{what}, {window.window_ms:g} ms windows: {name} {ms:.4g} ms", self.process)
+        )
+        for (method, window), group in groupby(results, lambda r: (r.method, r.window)):
+            timings = {result.name: result.timing for result in group}
+            times = {name: timing.median_ms for name, timing in timings.items()}
+            for name, timing in timings.items():
+                ms, metrics = times[name], timing.metrics()
+                if name != COMMUNICATION:
+                    metrics["tokens/s"] = (all_tokens / ms * 1e3, "tokens/s")
+                    metrics["TFLOP/s"] = (count / ms / 1e9, "TFLOP/s")
+                metrics |= more(name, times)
+                timed = {**case, "method": method, **asdict(window)}
+                self.recorder.add("layer", name, timed, metrics)
+                what = f"{case['scope']} {case['direction']}, {case['tokens']} tokens, {method}"
+                what = f"{what}, {window.window_ms:g} ms windows: {name} {ms:.4g} ms"
+                ratio = f", ratio {metrics['ratio'][0]:.3g}" if "ratio" in metrics else ""
+                say(f"{what}{ratio}", self.process)
 
 
 def operations(moe: ep_moe.MoEConfig, tokens: int, scope: str, direction: str) -> int:
@@ -348,10 +442,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         bench.run()
         if bench.recorder.writes:
             for name in ("layer", "layer_stages"):
-                rows = latest_rows(bench.recorder.written(name))
-                print(f"\n## {name}\n\n{report.table(rows)}")
+                if rows := latest_rows(bench.recorder.written(name)):
+                    print(f"\n## {name}\n\n{report.table(rows)}")
+                if parts := report.wide_table(rows):
+                    print(f"\n## {name}, beside its parts\n\n{parts}")
     finally:
         process.close()
+
+
+def _forward(layer: ep_moe.MoELayer, x: Tensor) -> Tensor:
+    return layer(x)[0]
+
+
+def _agree(output: Outputs, ours: Outputs, direction: Direction, dtype: torch.dtype) -> None:
+    """Raises Disagreement."""
+    error, limit = largest_error(output, ours), error_limit(dtype)
+    if not error <= limit:  # NaN too
+        raise Disagreement(f"its {direction} is {error:.1e} from ours, above {limit:g}")
 
 
 def _call(

@@ -4,33 +4,40 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.rows import Row, varying, words
+from benchmarks.rows import UNEVEN, Row, varying, words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
+def plot(rows: Sequence[Row], path: Path, *, metric: str | None = None) -> None:
     """Rows of one bench and device against tokens per rank, a panel for each combination of the
     other case values.
 
     TFLOP/s with the dense product as a dashed line, or else ms; of a breakdown, stacked bars of its
-    outermost stages.
+    outermost stages; or the metric that is asked for, of the rows that have it.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    if metric is not None:
+        rows = [row for row in rows if metric in row.metrics]
     panels: dict[str, list[Row]] = {}
     for row in rows:
-        rest = {key: row.case.get(key) for key in varying(rows) if key != "tokens"}
+        apart = [key for key in varying(rows) if key not in ("tokens", *UNEVEN)]
+        rest = {key: row.case.get(key) for key in apart}
         panels.setdefault(words(rest), []).append(row)
     size = (7, 3.5 * len(panels))
     figure, grid = pyplot.subplots(len(panels), figsize=size, squeeze=False, layout="constrained")
     for axes, (title, panel) in zip(grid[:, 0], panels.items(), strict=True):
         draw = _stages if "total" in panel[0].metrics else _lines
-        draw(axes, sorted(panel, key=lambda row: row.case["tokens"]))
+        panel = sorted(panel, key=lambda row: row.case["tokens"])
+        if metric is None:
+            draw(axes, panel)
+        else:
+            _lines(axes, panel, metric)
         axes.set_title(title, fontsize="small")
         axes.set_xlabel("tokens per rank")
         axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
@@ -38,8 +45,9 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _lines(axes: "Axes", rows: Sequence[Row]) -> None:
-    metric = "TFLOP/s" if all("TFLOP/s" in row.metrics for row in rows) else "time"
+def _lines(axes: "Axes", rows: Sequence[Row], metric: str | None = None) -> None:
+    if metric is None:
+        metric = "TFLOP/s" if all("TFLOP/s" in row.metrics for row in rows) else "time"
     for impl in dict.fromkeys(row.impl for row in rows):
         mine = [row for row in rows if row.impl == impl]
         axes.plot(
@@ -48,7 +56,7 @@ def _lines(axes: "Axes", rows: Sequence[Row]) -> None:
             "o-",
             label=impl,
         )
-    if metric != "time" and "matmul" in rows[0].ceilings:
+    if metric == "TFLOP/s" and "matmul" in rows[0].ceilings:
         axes.axhline(
             rows[0].ceilings["matmul"][0], color="gray", linestyle="--", label="dense product"
         )

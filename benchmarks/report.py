@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from benchmarks import wide
 from benchmarks.plots import plot
 from benchmarks.records import read_records
 from benchmarks.rows import (
     CEILING,
     OURS,
+    VARIANT,
     Row,
     key_of,
     latest_rows,
+    number,
     text_of,
     timing_of,
     varying,
@@ -35,13 +38,14 @@ class ReportConfig:
     """Tables from the records, printed or put between the markers of a README.
 
     `<!-- table:layer tokens=4096 device=H200 -->` to `<!-- /table:layer -->` holds the bench
-    `layer`: here the rows with that value in their case and that text in their device's name.
+    `layer`: here the rows with that value in their case and that text in their device's name. With
+    `layout=wide` it has one line for a number of tokens and a load (`benchmarks.wide`).
 
     Args:
         results: folder of the records, one <bench>.jsonl each
         readme: rewrite the marked sections of this file instead of printing every table
-        plots: also draw <bench>.<device>.png into this folder (needs matplotlib, the extra
-            `report`)
+        plots: also draw <bench>.<device>.png into this folder, and, of layers beside their parts,
+            <bench>_ratio.<device>.png (needs matplotlib, the extra `report`)
     """
 
     results: str = "benchmarks/results"
@@ -58,18 +62,31 @@ def table(rows: Sequence[Row]) -> str:
     )
 
 
+def wide_table(rows: Sequence[Row]) -> str:
+    """The same for layers that were measured beside their parts, a line for a number of tokens and
+    a load; of other rows nothing."""
+    by_device: dict[str, list[Row]] = {}
+    for row in wide.has_parts(rows):
+        by_device.setdefault(row.source.device, []).append(row)
+    return "\n\n".join(
+        "\n".join([_caption(mine), "", *wide.lines(mine)]) for mine in by_device.values()
+    )
+
+
 def rewrite(text: str, rows_of_bench: Mapping[str, Sequence[Row]]) -> str:
     """Fill every marked section. Raises ValueError for a marker that matches no row."""
 
     def section(match: re.Match[str]) -> str:
         opening, bench, filters, closing = match.groups()
         wanted = dict(word.split("=", 1) for word in filters.split())
+        layout = {"long": table, "wide": wide_table}[wanted.pop("layout", "long")]
         rows = [row for row in rows_of_bench.get(bench, ()) if _matches(row, wanted)]
+        rows = wide.has_parts(rows) if layout is wide_table else rows
         if not rows:
             raise ValueError(
                 f"{opening.strip()} matches no record; there are records of {sorted(rows_of_bench)}"
             )
-        return f"{opening}\n{table(rows)}\n\n{closing}"
+        return f"{opening}\n{layout(rows)}\n\n{closing}"
 
     return _SECTION.sub(section, text)
 
@@ -85,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         for bench, rows in rows_of_bench.items():
             print(f"## {bench}\n\n{table(rows)}\n")
+            if parts := wide_table(rows):
+                print(f"## {bench}, beside its parts\n\n{parts}\n")
     if config.plots:
         folder = Path(config.plots)
         folder.mkdir(parents=True, exist_ok=True)
@@ -96,6 +115,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             for device, mine in by_device.items():
                 name = re.sub(r"\W+", "_", device).strip("_")
                 plot(mine, folder / f"{bench}.{name}.png")
+                if parts := wide.has_parts(mine):
+                    plot(parts, folder / f"{bench}_ratio.{name}.png", metric="ratio")
 
 
 def _device_table(rows: Sequence[Row]) -> str:
@@ -135,12 +156,12 @@ def _value(metrics: Mapping[str, tuple[float, str]], name: str) -> str:
         return ""
     value, unit = metrics[name]
     if f"{name}_min" in metrics:
-        low, high = (_number(metrics[f"{name}_{end}"][0]) for end in ("min", "max"))
-        return f"{_number(value)} ({low} to {high})"
+        low, high = (number(metrics[f"{name}_{end}"][0]) for end in ("min", "max"))
+        return f"{number(value)} ({low} to {high})"
     total, total_unit = metrics.get("total", (0.0, ""))
     if name != "total" and total and unit == total_unit:
-        return f"{_number(value)} ({value / total:.0%})"
-    return _number(value)
+        return f"{number(value)} ({value / total:.0%})"
+    return number(value)
 
 
 def _is_spread(metric: str) -> bool:
@@ -205,7 +226,8 @@ def _losses(rows: Sequence[Row]) -> list[str]:
     lost = []
     for row in rows:
         base = ours.get(key_of(row.case))
-        if base and row.time_ms and row.time_ms < base and not row.impl.startswith(CEILING):
+        competes = not row.impl.startswith((CEILING, VARIANT))
+        if competes and base and row.time_ms and row.time_ms < base:
             differing = [key for key in varying(rows) if key not in _of_model(rows)]
             where = words({key: row.case.get(key) for key in differing}) or "the only case"
             lost.append(f"- {row.impl} is {base / row.time_ms:.2f} times as fast: {where}")
@@ -221,11 +243,6 @@ def _matches(row: Row, wanted: Mapping[str, str]) -> bool:
     return device in row.source.device and all(
         text_of(row.case.get(key)) == value for key, value in wanted.items() if key != "device"
     )
-
-
-def _number(value: float) -> str:
-    """Three digits that mean something: 0.0123, 1.23, 123, 12,345"""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ from typing import Any
 from benchmarks.records import Record
 
 OURS = "ep_moe"
+VARIANT = f"{OURS}, "  # an implementation so named is ours with another option, and no competitor
 CEILING = "ceiling"  # an implementation so named, or `ceiling: ...`, is a bound and no competitor
+UNEVEN = ("max_vio", "busiest_rank")  # of a case: what its tokens turned out to be
 _TIMING = (
     "method",
     "window_ms",
@@ -81,3 +83,8 @@ def key_of(case: Mapping[str, Any]) -> str:
 
 def text_of(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def number(value: float) -> str:
+    """Three digits that mean something: 0.0123, 1.23, 123, 12,345"""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -15,7 +15,7 @@ from typing import Any
 import ep_moe
 from ep_moe.errors import ConfigError, InputError
 from ep_moe.parallel import Process
-from ep_moe.routing import Choice, count_tokens
+from ep_moe.routing import count_tokens
 from ep_moe.traces import RoutingTrace
 
 
@@ -77,12 +77,6 @@ class Replay:
             "max_vio": round(float(ep_moe.max_vio(counts)), 3),
             "busiest_rank": round(float(ep_moe.busiest_rank(counts, ranks)), 3),
         }
-
-
-def record_of(routing: ep_moe.Routing) -> ep_moe.RoutingRecord:
-    """For `ep_moe.replay_routing` around one call of a layer."""
-    ids = routing.ids
-    return ep_moe.RoutingRecord([Choice(wanted=ids, ids=ids, kept=ids >= 0)])
 
 
 def table(trace: RoutingTrace) -> str:

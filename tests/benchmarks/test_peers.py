@@ -3,7 +3,7 @@ import torch
 
 import ep_moe
 from benchmarks import peers
-from benchmarks.peers import PEERS, Unavailable, largest_error
+from benchmarks.peers import PEERS, Unavailable, largest_error, peer
 from benchmarks.peers.peer import halves, interleaved
 
 
@@ -68,7 +68,12 @@ def test_the_transformers_peer_runs_the_implementation_in_its_name():
     assert module.config._experts_implementation == "grouped_mm"
 
 
-def test_the_error_of_the_worst_pair_counts_and_nan_is_never_below_a_limit():
+@pytest.mark.parametrize("part", [1, 3, 4])
+def test_the_error_of_the_worst_pair_counts_and_nan_is_never_below_a_limit(part, monkeypatch):
+    monkeypatch.setattr(peer, "_PART", part)
     one, off = torch.ones(4), torch.full((4,), 1.5)
     assert largest_error((one, off), (one, one)) == 0.5
+    assert largest_error(torch.tensor([1.0, 1, 1, 5]), one) == 2
+    assert largest_error((0 * one, one), (0 * one, one)) == 0
+    assert largest_error(one, 0 * one) > 1e9
     assert not largest_error(one * float("nan"), one) <= peers.error_limit(torch.bfloat16)

@@ -4,7 +4,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from benchmarks.records import Record
-from benchmarks.report import main, rewrite, table
+from benchmarks.report import main, rewrite, table, wide_table
 from benchmarks.rows import latest_rows
 
 TIMED = {"method": "events", "window_ms": 300.0}
@@ -138,6 +138,60 @@ def test_the_command_prints_and_plots(tmp_path, capsys):
     assert "## layer\n" in capsys.readouterr().out
     drawn = sorted(path.name for path in (tmp_path / "plots").iterdir())
     assert drawn == ["layer.GPU_X.png", "layer_stages.GPU_X.png"]
+
+
+def test_the_ratio_is_drawn_in_a_panel_for_each_load(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    from matplotlib import pyplot
+
+    panels = []
+    monkeypatch.setattr(pyplot, "close", lambda figure: panels.append(figure.axes))
+    records = [r for t in (8, 16) for r in beside_parts(tokens=t, skew=2.0, busiest_rank=1 + t)]
+    lines = [json.dumps(asdict(r)) for r in records]
+    (tmp_path / "layer.jsonl").write_text("\n".join(lines))
+    main([f"--results={tmp_path}", f"--plots={tmp_path}"])
+    assert (tmp_path / "layer_ratio.GPU_X.png").exists()
+    of_times, of_ratios = panels
+    assert len(of_times) == len(of_ratios) == 2  # directions
+    for axes in of_ratios:
+        drawn = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+        assert drawn == {"ep_moe": [2, 2], "ep_moe, chunks 2": [1.5, 1.5]}
+
+
+def beside_parts(**case):
+    """Ours, a variant and a part, forward and forward+backward."""
+    records = []
+    for direction, times in (("forward", 1), ("forward+backward", 3)):
+        where = {"direction": direction, **case}
+        for impl, ms in {"ep_moe": 2, "ep_moe, chunks 2": 1.5, "ceiling: compute alone": 1}.items():
+            records += timed(impl, times * ms, **where)
+            if impl.startswith("ep_moe"):
+                records.append(record(impl, "ratio", ms, "ratio", **where))
+    return records
+
+
+LOADS = ({"skew": 2.0, "busiest_rank": 1.2}, {"trace": "some"}, {})
+
+
+def test_a_wide_table_has_a_line_for_a_number_of_tokens_and_a_load():
+    found = [r for load in LOADS for r in beside_parts(tokens=8192, **load)]
+    rows = latest_rows([*found, *timed("ep_moe", 9.0, direction="forward", tokens=1)])
+    assert "Each cell: forward / forward+backward; times in ms." in wide_table(rows)
+    lines = [
+        ["8,192", load, busiest, "2 / 6", "1.5 / 4.5", "1 / 3", "2 / 2", "1.5 / 1.5"]
+        for load, busiest in (("skew 2", "1.2"), ("trace some", ""), ("by the logits", ""))
+    ]
+    assert cells(wide_table(rows)) == lines
+    assert "loses" not in table(rows)  # a variant is ours
+    readme = README.replace("tokens=8 device=X", "device=X layout=wide")
+    assert cells(rewrite(readme, {"layer": rows})) == lines
+    assert wide_table(latest_rows(timed("ep_moe", 9.0, direction="forward", tokens=1))) == ""
+
+
+def test_a_wide_section_without_parts_is_named():
+    rows = {"layer": latest_rows(timed("ep_moe", 2, tokens=8))}
+    with pytest.raises(ValueError, match=r"layout=wide.*matches no record"):
+        rewrite(README.replace("tokens=8 device=X", "layout=wide"), rows)
 
 
 def test_what_follows_from_the_model_stands_above_the_table():

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 import ep_moe
 from benchmarks import bench_layer, harness, trace
-from benchmarks.trace import Replay, record_of
+from benchmarks.trace import Replay
+from benchmarks.variants import layer_of
 from ep_moe import ConfigError, InputError
 from ep_moe.parallel import Process
 from ep_moe.testing import run_ranks
@@ -109,9 +110,10 @@ def test_a_trace_with_dropped_choices_is_refused(path):
 def test_a_layer_replays_the_choices_with_its_own_weights(path):
     routing = load(path, layer=5).share(TOKENS, ALONE)
     layer = ep_moe.MoELayer(CONFIG)
+    sent = layer_of(CONFIG, layer, tokens=TOKENS, process=ALONE, routing=routing)
     x = torch.randn(TOKENS, 16)
-    with ep_moe.replay_routing(record_of(routing)), ep_moe.record_routing() as record:
-        y, stats = layer(x)
+    with ep_moe.record_routing() as record:
+        y, stats = sent(x)
     assert torch.equal(record.choices[0].ids, routing.ids)
     assert stats.tokens_per_expert.tolist() == [12, 4, 4, 4]
     assert not torch.equal(y, layer(x)[0])
@@ -168,6 +170,12 @@ def bench(path, process, results, **changes):
     return bench_layer.Bench.start(config, process)
 
 
+def set_up(run, tokens):
+    (load,) = run.loads
+    routing = load and load.share(tokens, run.process)
+    return run.set_up(run.make_inputs(tokens), load, routing)
+
+
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setitem(harness._COPY_BYTES, "cpu", 2**16)
@@ -187,21 +195,21 @@ def test_a_run_names_its_trace(path, tmp_path, quick, capsys):
 
 def test_both_scopes_route_by_the_trace(path, tmp_path):
     run = bench(path, ALONE, tmp_path)
-    inputs = run.make_inputs(6)
-    assert len({i.x.data_ptr() for i in inputs}) == len(inputs) > 1
-    for i in inputs:
-        assert i.routing is not None
-        assert i.routing.ids[:, 0].tolist() == [0] * 6
+    setting = set_up(run, 6)
+    assert len({i.x.data_ptr() for i in setting.inputs}) == len(setting.inputs) > 1
+    assert setting.routing.ids[:, 0].tolist() == [0] * 6
+    for i in setting.inputs:
         with ep_moe.record_routing() as record:
-            run.forward(i)
-            run.forward(i)  # again and again
+            setting.layer(i.x)
+            setting.layer(i.x)  # again and again
         assert [c.ids[:, 0].tolist() for c in record.choices] == [[0] * 6] * 2
 
 
 def test_without_a_trace_nothing_is_said_of_one(tmp_path):
     run = bench_layer.Bench.start(bench_layer.LayerBench(moe=CONFIG, dtype="float32"), ALONE)
-    assert "trace" not in run.case("layer", "forward", 4)
-    assert run.make_inputs(4)[0].routing is None
+    setting = set_up(run, 4)
+    assert "trace" not in run.case("layer", "forward", setting)
+    assert setting.routing is None
 
 
 def test_two_ranks_replay_their_parts(path, tmp_path):
@@ -218,11 +226,11 @@ def test_two_ranks_replay_their_parts(path, tmp_path):
 def _replay_on_two_ranks(rank, path, results):
     process = Process(rank, rank, 2, torch.device("cpu"), dist.group.WORLD)
     run = bench(path, process, results, peers=(), profiled_calls=0)
-    inputs = run.make_inputs(6)
+    setting = set_up(run, 6)
     with ep_moe.record_routing() as record:
-        run.forward(inputs[0])
-    run.time_layer(inputs, "forward+backward")
-    return record.choices[0].ids, run.case("layer", "forward", 6)
+        setting.layer(setting.inputs[0].x)
+    run.time_layer(setting, "forward+backward")
+    return record.choices[0].ids, run.case("layer", "forward", setting)
 
 
 def test_a_trace_too_short_is_refused_before_anything_is_timed(path, tmp_path):
