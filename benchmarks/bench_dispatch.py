@@ -12,8 +12,8 @@ of as many bytes to the peers, all at once (`ceiling: peer copy`). GB/s are of t
 that leave for other ranks, each once for a rank that needs it, by the time of the whole operation.
 
 With `--simulated_ranks W` one process times what it would do itself with W ranks: `pack` (the order
-of sending with its messages, and the rows in one buffer) and `unpack` (the sum of what comes back), each
-beside a copy of that buffer on the device.
+of sending with its messages, and the rows in one buffer) and `unpack` (the sum of what comes back),
+each beside a copy of that buffer on the device.
 """
 
 from collections.abc import Callable, Mapping, Sequence

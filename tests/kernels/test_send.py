@@ -17,9 +17,9 @@ def kernels(monkeypatch):
     monkeypatch.setattr(ops, "open_blocks", send.open_blocks)
 
 
-@pytest.fixture(params=[{}, {"SCANNED": 64, "LANE": 16, "LINES": 8}], ids=["", "small blocks"])
+@pytest.fixture(params=[{}, {"SCANNED": 512, "LANE": 64, "LINES": 32}], ids=["", "small blocks"])
 def blocks(request, monkeypatch):
-    """Small ones, so that few tokens take all steps: several lanes, blocks of one, scans."""
+    """Small ones, so that few tokens take all steps: several lanes, scans, blocks of a lane."""
     for name, size in request.param.items():
         monkeypatch.setattr(send, name, size)
 
@@ -43,10 +43,10 @@ def test_wide_ids_gates_and_strides(blocks, device):
 def test_equals_the_reference_with_any_number_of_programs(most, monkeypatch, device):
     """Among lanes there are some without a token."""
     monkeypatch.setattr(send, "MOST", most)
-    monkeypatch.setattr(send, "LANE", 16)
-    ids, gates = cases.random_routing(333, 12, 4, 0.3, device)
-    found, blocks = cases.send(ids, gates, 12, 4, 200)
-    on_cpu = ops.empty_blocks(4, lines=200, top_k=4, gates=gates.dtype, device=torch.device("cpu"))
+    monkeypatch.setattr(send, "LANE", 8)
+    ids, gates = cases.random_routing(65, 12, 4, 0.3, device)
+    found, blocks = cases.send(ids, gates, 12, 4, 40)
+    on_cpu = ops.empty_blocks(4, lines=40, top_k=4, gates=gates.dtype, device=torch.device("cpu"))
     expected = ops.send_order_ref(ids.cpu(), gates.cpu(), 12, on_cpu)
     sent = int(found.offsets[-1])
     assert torch.equal(found.token_of_sent[:sent].cpu(), expected.token_of_sent)

@@ -65,13 +65,16 @@ def check(ids, gates, experts, ranks, lines=None):
         assert block[0][: ops.HEAD] == [rows[rank], choices[rank], len(ids)]
         assert all(value == UNWRITTEN for line in block[1 + filled[rank] :] for value in line)
     local_ids, arrived_gates = ops.open_blocks(blocks, filled, top_k=top_k, gates=gates.dtype)
-    assert local_ids.is_contiguous() and arrived_gates.is_contiguous()
-    assert local_ids.dtype == torch.int32 and arrived_gates.dtype == gates.dtype
+    assert local_ids.is_contiguous()
+    assert arrived_gates.is_contiguous()
+    assert (local_ids.dtype, arrived_gates.dtype) == (torch.int32, gates.dtype)
     expected_ids, tokens = [], []
     for rank, begin in enumerate(order.offsets[:-1].tolist()):
         for token in token_of_sent[begin : begin + filled[rank]]:
             chosen = ids[token].tolist()
-            expected_ids.append([i - rank * each if i >= 0 and i // each == rank else -1 for i in chosen])
+            expected_ids.append(
+                [i - rank * each if i >= 0 and i // each == rank else -1 for i in chosen]
+            )
             tokens.append(token)
     assert local_ids.tolist() == expected_ids
     assert torch.equal(arrived_gates, gates[tokens])
