@@ -20,7 +20,7 @@ def kernels(monkeypatch):
 SMALL = {"SCANNED": 256, "LANE": 64, "LINES": 32}
 SIZES = {"as it is": {}, "small blocks": SMALL}
 if not torch.cuda.is_available():  # the interpreter takes a Python call for each id that it scans
-    SIZES["as it is"] = {"SCANNED": 1024}
+    SIZES["as it is"] = {"SCANNED": 512}
 
 
 @pytest.fixture(params=SIZES.values(), ids=SIZES.keys())
