@@ -86,7 +86,8 @@ def open_blocks(
     blocks: Tensor, rows: Sequence[int], *, top_k: int, gates: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """What arrived, in the order of its sources: blocks (W, 1+lines, width), whose first lines name
-    `rows`, which have all found a line -> local ids (A,K) int32 and gates (A,K) of that dtype, A = sum(rows)."""
+    `rows`, all of which found a line -> local ids (A,K) int32 and gates (A,K) of that dtype, where
+    A = sum(rows)."""
     if blocks.is_cuda:
         from ep_moe.kernels.send import open_blocks as kernel
 
