@@ -14,6 +14,7 @@ from torch import Tensor
 from ep_moe.kernels.device import registers
 
 SCANNED = 16384  # ids at a time
+TOKENS = 2048  # of them at most: a thread counts for each of its tokens
 LANE = 256  # tokens that a program makes lines of, or more where programs would be more than MOST
 MOST = 128  # of them all, of which each scans all ids
 BITS = tl.constexpr(30)  # ranks in a word, for its sign to stay out of shifts
@@ -49,7 +50,7 @@ def send_order(
         WIDTH=width,
         CHOICES=choices,
         COLUMNS=triton.next_power_of_2(words.shape[1]),
-        SCAN=max(SCANNED // choices, 1),
+        SCAN=min(max(SCANNED // choices, 1), TOKENS),
         BLOCK=max(min(SCANNED // 4 // choices, LANE), 1),
         LANES=lanes,
         num_warps=16,

@@ -88,6 +88,7 @@ def router() -> Iterator[tuple[str, Callable[[], object]]]:
         )
         order = symm.Order(ints(2 * ranks * (1 + T)), T)
         yield from moves(f"{ranks} ranks", link, order)
+    yield "one choice", partial(send.send_order, ints(T, 1), floats(T, 1), 256, ints(8, 1 + T, 3))
     for ranks, gates in ((2, torch.float32), (64, torch.float64)):
         blocks, form = ints(ranks, 1 + T, 8 + gates.itemsize * 2), {"top_k": 8, "gates": gates}
         weights = empty(T, 8, dtype=gates)
