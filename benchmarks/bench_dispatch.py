@@ -12,8 +12,8 @@ of as many bytes to the peers, all at once (`ceiling: peer copy`). GB/s are of t
 that leave for other ranks, each once for a rank that needs it, by the time of the whole operation.
 
 With `--simulated_ranks W` one process times what it would do itself with W ranks: `pack` (the order
-of sending, the message and the rows in one buffer) and `unpack` (the sum of what comes back), each
-beside a copy of that buffer on the device.
+of sending with its messages, and the rows in one buffer) and `unpack` (the sum of what comes back),
+each beside a copy of that buffer on the device.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -165,12 +165,11 @@ class Bench:
         experts = self.config.num_experts
         sets = self.make_inputs(tokens)
         sets = [Inputs(x, sets[0].routing) for x, _ in sets]  # buffers of one size
-        order = ops.send_order(sets[0].routing.ids, experts, ranks)
+        order = _send_order(sets[0].routing, experts, ranks)
         sent = int(order.offsets[-1])
 
         def pack(x: Tensor, routing: Routing) -> Tensor:
-            order = ops.send_order(routing.ids, experts, ranks)
-            ops.message(routing.ids, routing.gate_weights, order, experts // ranks)
+            order = _send_order(routing, experts, ranks)
             return ops.gather(x, order.token_of_sent, order.offsets)
 
         packed = [pack(*inputs)[:sent].clone() for inputs in sets]
@@ -204,7 +203,7 @@ class Bench:
                 moves.pop(name, None)
                 say(f"skipped {name}: {reason}", process)
         moves[ALL_ROWS] = _moves_of_all_rows(ep, config.num_experts, config.top_k)
-        order = ops.send_order(sets[0].routing.ids, config.num_experts, ep.size)
+        order = _send_order(sets[0].routing, config.num_experts, ep.size)
         elsewhere = order.offsets.diff().tolist()
         leaving = (sum(elsewhere) - elsewhere[ep.rank]) * sets[0].x[0].nbytes
         (leaving,) = harness.slowest([float(leaving)], process)
@@ -291,6 +290,15 @@ class Bench:
 
 def _compose(last: Callable[[Any], None], first: Callable[[Any], Any], value: Any) -> None:
     last(first(value))
+
+
+def _send_order(routing: Routing, num_experts: int, ranks: int) -> ops.SendOrder:
+    """With the messages that go ahead of the rows, as `collective` makes them."""
+    (tokens, top_k), gates = routing.ids.shape, routing.gate_weights
+    blocks = ops.empty_blocks(
+        ranks, lines=tokens, top_k=top_k, gates=gates.dtype, device=gates.device
+    )
+    return ops.send_order(routing.ids, gates, num_experts, blocks)
 
 
 def _moves_of(transport: Transport, num_experts: int) -> Moves:

@@ -2,13 +2,18 @@
 of the others.
 
 A token goes to a rank once, however many of its experts live there: E=256, K=8 on 2 ranks moves a
-quarter of the bytes that one row per (token, expert) would. Per dispatch: one exchange of counts,
-one host sync (all-to-all wants its split sizes on the host), one exchange of ids and gates, one of
-rows. Rows are packed in one launch, and a token's returned rows added up in one.
+quarter of the bytes that one row per (token, expert) would. Per dispatch: one exchange of ids and
+gates in blocks of equal size, one host sync (all-to-all wants the sizes of the rows on the host,
+and the blocks say them), and one exchange of rows. Rows are packed, in one launch, while the first
+exchange runs and before the host knows how many there are; a token's returned rows are added up in
+one.
+
+The blocks have room for as many tokens as the busiest rank had lately. All ranks read the same
+numbers of tokens in them, so all see alike when that was too few, and send larger ones.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,33 +52,48 @@ class CollectiveTransport:
     def __init__(self, ep: ExpertParallel, max_tokens_per_rank: int | None = None) -> None:
         self.ep = ep
         self.layer, self.calls = next(ep.peers.layers), 0
+        self.room = 0  # tokens; the same on every rank
+        self._heads: _Heads | None = None
 
     def __deepcopy__(self, _: dict[int, Any]) -> "CollectiveTransport":
         return CollectiveTransport(self.ep)  # of a layer of its own
 
     def dispatch(self, x: Tensor, routing: Routing, num_experts: int, *, keep: bool = True) -> Sent:
         self.calls += 1
-        each = num_experts // self.ep.size
-        order = ops.send_order(routing.ids, num_experts, self.ep.size)
-        message = ops.message(routing.ids, routing.gate_weights, order, each)
-        splits, max_packed = self._exchange_counts(order.offsets.diff(), order.choices)
+        ids, gates = routing.ids, routing.gate_weights
+        form = {"top_k": ids.shape[1], "gates": gates.dtype}
+        now, packed = stage(self.layer, self.calls, "ids and gates out"), None
+        while True:
+            both = ops.empty_blocks(2, self.ep.size, lines=self.room, device=ids.device, **form)
+            sent, arrived = both.unbind()
+            order = ops.send_order(ids, gates, num_experts, sent)
+            with self.ep.waiting(now):
+                # Where it runs on a stream of its own, packing runs beside it.
+                work = dist.all_to_all_single(
+                    arrived, sent, group=self.ep.group, async_op=ids.is_cuda
+                )
+                if packed is None:
+                    packed = ops.gather(x, order.token_of_sent, order.offsets)
+                if work is not None:
+                    work.wait()
+                sent_heads, arrived_heads = self._read(both)
+            if self._had_room(max(tokens for _, _, tokens in arrived_heads)):
+                break
 
-        sent = sum(splits.sent)
-        now = stage(self.layer, self.calls, "ids and gates out")
-        message = exchange(message[:sent], splits, ep=self.ep, stage=now)
-        top_k = routing.ids.shape[1]
+        splits = Splits([rows for rows, *_ in sent_heads], [rows for rows, *_ in arrived_heads])
+        # First, so that the link does not wait for the host.
+        rows = self._move(packed[: sum(splits.sent)], splits, self.calls, "rows out")
+        local_ids, arrived_gates = ops.open_blocks(arrived, splits.expected, **form)
         plan = CollectivePlan(
-            local_ids=message[:, :top_k].contiguous(),
-            token_of_sent=order.token_of_sent[:sent],
+            local_ids=local_ids,
+            token_of_sent=order.token_of_sent[: sum(splits.sent)],
             sent_of_token=order.sent_of_token,
             offsets=order.offsets,
             splits=splits,
-            max_packed=max_packed,
+            max_packed=sum(choices for _, choices, _ in arrived_heads),
             call=self.calls,
         )
-        arrived_gates = message[:, top_k:].clone(memory_format=torch.contiguous_format)
-        gates = arrived_gates.view(routing.gate_weights.dtype)
-        return Sent(plan, self.replay(plan, x), gates)
+        return Sent(plan, rows, arrived_gates)
 
     def replay(self, plan: CollectivePlan, x: Tensor, *, keep: bool = True) -> Tensor:
         return self._out(plan, x, "rows out")
@@ -89,23 +109,51 @@ class CollectiveTransport:
 
     def _out(self, plan: CollectivePlan, values: Tensor, what: str) -> Tensor:
         sent = ops.gather(values, plan.token_of_sent, plan.offsets)
-        now = stage(self.layer, plan.call, what)
-        return exchange(sent, plan.splits, ep=self.ep, stage=now)
+        return self._move(sent, plan.splits, plan.call, what)
 
     def _back(self, plan: CollectivePlan, values: Tensor, what: str) -> Tensor:
         back = Splits(sent=plan.splits.expected, expected=plan.splits.sent)
-        now = stage(self.layer, plan.call, what)
-        returned = exchange(values, back, ep=self.ep, stage=now)
+        returned = self._move(values, back, plan.call, what)
         return ops.weighted_sum(returned, None, plan.sent_of_token)
 
-    def _exchange_counts(self, rows: Tensor, choices: Tensor) -> tuple[Splits, int]:
-        """Rows to each rank and choices among them (W,) -> splits, choices that arrive."""
-        sent = torch.stack([rows, choices], dim=1)
-        arrived = torch.empty_like(sent)
-        with self.ep.waiting(stage(self.layer, self.calls, "the counts")):
-            dist.all_to_all_single(arrived, sent, group=self.ep.group)
-            (sent_rows, _), (rows_here, choices_here) = torch.stack([sent, arrived]).mT.tolist()
-        return Splits(sent_rows, rows_here), sum(choices_here)
+    def _move(self, rows: Tensor, splits: Splits, call: int, what: str) -> Tensor:
+        return exchange(rows, splits, ep=self.ep, stage=stage(self.layer, call, what))
+
+    def _read(self, blocks: Tensor) -> list[list[list[int]]]:
+        """The first lines of blocks (2, W, lines, width), on the host."""
+        heads = blocks[:, :, 0, : ops.HEAD]
+        if not heads.is_cuda:
+            return heads.tolist()
+        if self._heads is None:
+            self._heads = _Heads.make(heads)
+        return self._heads.read(heads)
+
+    def _had_room(self, most: int) -> bool:
+        """Was there room for so many tokens? The next blocks have it, and not much more."""
+        enough = most <= self.room
+        if not enough or 4 * most < self.room:  # between the two, sizes that vary a little stay
+            self.room = 1 << max(most - 1, 0).bit_length()
+        return enough
+
+
+class _Heads(NamedTuple):
+    """Where a GPU leaves a few numbers for the host, and says that they are there. Kept, for both
+    take long to make."""
+
+    numbers: Tensor  # in pinned memory
+    there: torch.cuda.Event
+
+    @classmethod
+    @torch.inference_mode(False)  # it outlives the call, and training may follow
+    def make(cls, like: Tensor) -> "_Heads":
+        return cls(torch.empty(like.shape, dtype=like.dtype, pin_memory=True), torch.cuda.Event())
+
+    def read(self, heads: Tensor) -> list[list[list[int]]]:
+        """Waits for nothing that is launched after this."""
+        self.numbers.copy_(heads, non_blocking=True)
+        self.there.record(torch.cuda.current_stream(heads.device))
+        self.there.synchronize()
+        return self.numbers.tolist()
 
 
 def exchange(rows: Tensor, splits: Splits, *, ep: ExpertParallel, stage: str) -> Tensor:

@@ -1,117 +1,234 @@
-"""Which ranks need a token, and what they are told about it."""
+"""Which rows go where, and what their receivers are told about them; and what arrived of that.
+
+One launch makes an order over all tokens without atomics or a second pass: a program scans all ids
+itself to know what stands before its own part.
+"""
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 128
+from ep_moe.kernels.device import registers
+
+SCANNED = 16384  # ids at a time
+TOKENS = 2048  # of them at most: a thread counts for each of its tokens
+LANE = 256  # tokens that a program makes lines of, or more where programs would be more than MOST
+MOST = 128  # of them all, of which each scans all ids
+BITS = tl.constexpr(30)  # ranks in a word, for its sign to stay out of shifts
+LINES = 128  # that a program opens
 
 
-def destinations(ids: Tensor, experts_per_rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """(T,K) int32 -> (T,W) int32: w where rank w needs the token, else -1; and the choices of each
-    rank (W,) int64"""
-    ids = ids.contiguous()
-    tokens, top_k = ids.shape
-    out = torch.empty(tokens, ranks, dtype=torch.int32, device=ids.device)
-    blocks = triton.cdiv(tokens, BLOCK)
-    counts = out.new_empty(blocks, ranks)
-    if blocks:
-        _destinations[(blocks,)](
-            ids,
-            out,
-            counts,
-            tokens,
-            EACH=experts_per_rank,
-            W=ranks,
-            K=top_k,
-            CHOICES=triton.next_power_of_2(top_k),
-            BLOCK=BLOCK,
-            sanitize_overflow=False,
-        )
-    return out, counts.sum(0, dtype=torch.int64)
-
-
-def message(
-    ids: Tensor, gates: Tensor, token_of_sent: Tensor, offsets: Tensor, *, experts_per_rank: int
-) -> Tensor:
-    """ids (T,K) int32, gates (T,K), token_of_sent (N,) and offsets (W+1,) -> (N, K + the gates'
-    words) int32; rows from offsets[-1] on are not written."""
+def send_order(
+    ids: Tensor, gates: Tensor, num_experts: int, blocks: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """ids (T,K) int32 or int64, gates (T,K); writes blocks (W, 1+lines, width) int32 ->
+    token_of_sent (T min(W,K),), 0 from offsets[-1] on, sent_of_token (T,W) and offsets (W+1,), all
+    int32."""
     ids, words = ids.contiguous(), gates.contiguous().view(torch.int32)
-    rows, ranks = len(token_of_sent), len(offsets) - 1
-    top_k, width = ids.shape[1], ids.shape[1] + words.shape[1]
-    out = words.new_empty(rows, width)
-    if rows:
-        _message[(triton.cdiv(rows, BLOCK),)](
-            ids,
+    (tokens, top_k), (ranks, lines, width) = ids.shape, blocks.shape
+    token_of_sent = blocks.new_empty(tokens * min(ranks, top_k))
+    sent_of_token = blocks.new_empty(tokens, ranks)
+    offsets = blocks.new_empty(ranks + 1)
+    choices = triton.next_power_of_2(top_k)
+    lanes = max(min(triton.cdiv(tokens, LANE), MOST // ranks), 1)
+    _send_order[(ranks * lanes,)](
+        ids,
+        words,
+        token_of_sent,
+        sent_of_token,
+        offsets,
+        blocks,
+        tokens,
+        lines,
+        EACH=num_experts // ranks,
+        W=ranks,
+        K=top_k,
+        WORDS=words.shape[1],
+        WIDTH=width,
+        CHOICES=choices,
+        COLUMNS=triton.next_power_of_2(words.shape[1]),
+        SCAN=min(max(SCANNED // choices, 1), TOKENS),
+        BLOCK=max(min(SCANNED // 4 // choices, LANE), 1),
+        LANES=lanes,
+        num_warps=16,
+        **registers(128),
+        sanitize_overflow=False,
+    )
+    return token_of_sent, sent_of_token, offsets
+
+
+def open_blocks(
+    blocks: Tensor, rows: Sequence[int], *, top_k: int, gates: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """blocks (W, 1+lines, width) int32, whose first lines name `rows` -> local ids (A,K) int32 and
+    gates (A,K), A = sum(rows)"""
+    (ranks, lines, width), arrived = blocks.shape, sum(rows)
+    local_ids = blocks.new_empty(arrived, top_k)
+    weights = torch.empty(arrived, top_k, dtype=gates, device=blocks.device)
+    if arrived:
+        words = weights.view(torch.int32)
+        _open_blocks[(triton.cdiv(max(rows), LINES), ranks)](
+            blocks,
+            local_ids,
             words,
-            token_of_sent,
-            offsets,
-            out,
-            EACH=experts_per_rank,
+            lines,
+            SOURCES=triton.next_power_of_2(ranks),
             W=ranks,
             K=top_k,
+            WORDS=words.shape[1],
             WIDTH=width,
-            COLUMNS=triton.next_power_of_2(width),
-            BLOCK=BLOCK,
+            CHOICES=triton.next_power_of_2(top_k),
+            COLUMNS=triton.next_power_of_2(words.shape[1]),
+            BLOCK=LINES,
         )
-    return out
+    return local_ids, weights
 
 
-@triton.jit(do_not_specialize=["tokens"], debug=True)
-def _destinations(
+@triton.jit(do_not_specialize=["tokens", "lines"], debug=True)
+def _send_order(
     ids,
-    out,
-    counts,
+    words,
+    token_of_sent,
+    sent_of_token,
+    offsets,
+    blocks,
     tokens,
+    lines,
+    EACH: tl.constexpr,
+    W: tl.constexpr,
+    K: tl.constexpr,
+    WORDS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHOICES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SCAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Program to * LANES + lane writes what the lane's part of the tokens has for rank `to`. Stops
+    at an id that is no expert, which would go nowhere: the host does not look at ids.
+
+    A token's ranks are bits of a word (one for every BITS ranks), so that each counts once: those
+    below bit `to` are rows that stand before all of this rank's.
+    """
+    p = tl.program_id(0)
+    to, lane = p // LANES, p % LANES
+    part = (tokens + LANES - 1) // LANES
+    begin, end = lane * part, tl.minimum(lane * part + part, tokens)
+    none = tl.zeros([SCAN], tl.int32)
+    earlier, rows, first, choices = none, none, none, none  # added up over blocks, token by token
+    for block in range(0, tokens, SCAN):
+        token, id, rank = _choices(ids, block, SCAN, tokens, EACH, W, K, CHOICES)
+        here = tl.sum((rank == to).to(tl.int32), 1)
+        goes = (here > 0).to(tl.int32)
+        choices += here
+        rows += goes
+        first += tl.where(token < begin, goes, 0)
+        for base in tl.static_range(0, W, BITS):
+            bit = tl.minimum(tl.maximum(rank - base, 0), BITS - 1)
+            inside = (rank >= base) & (rank < base + BITS)
+            ranks = tl.reduce(tl.where(inside, 1 << bit, 0), 1, _or)
+            below = (1 << tl.minimum(tl.maximum(to - base, 0), BITS)) - 1
+            earlier += _ones(ranks & below)
+    before, total, choices_there, at = tl.sum(earlier), tl.sum(rows), tl.sum(choices), tl.sum(first)
+
+    block_there = blocks + to.to(tl.int64) * lines * WIDTH
+    if lane == 0:
+        tl.store(offsets + to, before)
+        tl.store(offsets + W, before + total, mask=to == W - 1)
+        tl.store(block_there, total)
+        tl.store(block_there + 1, choices_there)
+        tl.store(block_there + 2, tokens)
+    k, column = tl.arange(0, CHOICES), tl.arange(0, COLUMNS)
+    for block in range(begin, end, BLOCK):
+        token, id, rank = _choices(ids, block, BLOCK, end, EACH, W, K, CHOICES)
+        here = rank == to
+        goes = tl.max(here.to(tl.int32), 1)
+        place = at + tl.cumsum(goes) - goes  # among the rows for that rank
+        long = token.to(tl.int64)
+        sent_row = tl.where(goes > 0, before + place, -1)
+        tl.store(sent_of_token + long * W + to, sent_row, mask=token < end)
+        tl.store(token_of_sent + before + place, token, mask=goes > 0)
+        line = block_there + (1 + place).to(tl.int64) * WIDTH
+        fits = (goes > 0) & (1 + place < lines)
+        local = tl.where(here, id - to * EACH, -1)
+        tl.store(line[:, None] + k[None, :], local, mask=fits[:, None] & (k < K)[None, :])
+        mask = fits[:, None] & (column < WORDS)[None, :]
+        bits = tl.load(words + long[:, None] * WORDS + column[None, :], mask=mask)
+        tl.store(line[:, None] + K + column[None, :], bits, mask=mask)
+        at += tl.sum(goes)
+    if to == W - 1:  # behind the last row, for readers that do not look at offsets
+        slots = tokens * (W if W < K else K)
+        for block in range(before + total + lane * BLOCK, slots, LANES * BLOCK):
+            nobodys = block + tl.arange(0, BLOCK)
+            tl.store(token_of_sent + nobodys, 0, mask=nobodys < slots)
+
+
+@triton.jit
+def _choices(
+    ids,
+    block,
+    BLOCK: tl.constexpr,
+    end,
     EACH: tl.constexpr,
     W: tl.constexpr,
     K: tl.constexpr,
     CHOICES: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """Stops at an id that is no expert, which would go nowhere: the host does not look at ids."""
-    block = tl.program_id(0)
-    token = block * BLOCK + tl.arange(0, BLOCK)
+    """-> the tokens of a block, their experts, and the ranks of these; -1 = nowhere"""
+    token = block + tl.arange(0, BLOCK)
     k = tl.arange(0, CHOICES)
-    inside = (token < tokens)[:, None] & (k < K)[None, :]
-    at = token.to(tl.int64)
-    id = tl.load(ids + at[:, None] * K + k[None, :], mask=inside, other=-1)
+    mask = (token < end)[:, None] & (k < K)[None, :]
+    id = tl.load(ids + token.to(tl.int64)[:, None] * K + k[None, :], mask=mask, other=-1)
     tl.device_assert((id >= -1) & (id < EACH * W), "ep_moe: an id that is neither -1 nor an expert")
-    rank = tl.where(id < 0, -1, id // EACH)
-    for w in range(W):
-        here = tl.sum((rank == w).to(tl.int32), axis=1)
-        tl.store(out + at * W + w, tl.where(here > 0, w, -1), mask=token < tokens)
-        tl.store(counts + block * W + w, tl.sum(here))
+    id = id.to(tl.int32)
+    return token, id, tl.where(id < 0, -1, id // EACH)
 
 
 @triton.jit
-def _message(
-    ids,
+def _or(a, b):
+    return a | b
+
+
+@triton.jit
+def _ones(word):
+    """How many bits are set; by pairs, fours and eights, whose counts a product adds up."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    return (((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
+
+
+@triton.jit(do_not_specialize=["lines"])
+def _open_blocks(
+    blocks,
+    local_ids,
     words,
-    token_of_sent,
-    offsets,
-    out,
-    EACH: tl.constexpr,
+    lines,
+    SOURCES: tl.constexpr,
     W: tl.constexpr,
     K: tl.constexpr,
+    WORDS: tl.constexpr,
     WIDTH: tl.constexpr,
+    CHOICES: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Grid (parts of a block, blocks)."""
+    source, each = tl.program_id(1), tl.arange(0, SOURCES)
+    stride = lines.to(tl.int64) * WIDTH
+    rows = tl.load(blocks + each * stride, mask=each < W, other=0)
+    before = tl.sum(tl.where(each < source, rows, 0))
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    owned = row < tl.load(offsets + W)
-    token = tl.load(token_of_sent + row, mask=owned, other=0).to(tl.int64)
-    first = tl.zeros([BLOCK], tl.int32)  # of the destination's experts
-    for w in range(1, W):
-        first += (row >= tl.load(offsets + w)).to(tl.int32) * EACH
-    column = tl.arange(0, COLUMNS)
-    is_id = (column < K)[None, :]
-    mask = owned[:, None] & (column < WIDTH)[None, :]
-    id = tl.load(ids + token[:, None] * K + column[None, :], mask=mask & is_id, other=-1)
-    local = id - first[:, None]
-    local = tl.where((local >= 0) & (local < EACH), local, -1)
-    gate = words + token[:, None] * (WIDTH - K) + (column - K)[None, :]
-    bits = tl.load(gate, mask=mask & (column >= K)[None, :], other=0)
-    to = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    tl.store(to, tl.where(is_id, local, bits), mask=mask)
+    filled = row < tl.sum(tl.where(each == source, rows, 0))
+    line = blocks + source * stride + (1 + row).to(tl.int64) * WIDTH
+    at = (before + row).to(tl.int64)
+    k, column = tl.arange(0, CHOICES), tl.arange(0, COLUMNS)
+    mask = filled[:, None] & (k < K)[None, :]
+    id = tl.load(line[:, None] + k[None, :], mask=mask)
+    tl.store(local_ids + at[:, None] * K + k[None, :], id, mask=mask)
+    mask = filled[:, None] & (column < WORDS)[None, :]
+    bits = tl.load(line[:, None] + K + column[None, :], mask=mask)
+    tl.store(words + at[:, None] * WORDS + column[None, :], bits, mask=mask)

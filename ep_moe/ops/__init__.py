@@ -49,11 +49,20 @@ from ep_moe.ops.select import (
     select,
     select_backward,
 )
-from ep_moe.ops.send import SendOrder, message, send_order
+from ep_moe.ops.send import (
+    HEAD,
+    SendOrder,
+    empty_blocks,
+    open_blocks,
+    open_blocks_ref,
+    send_order,
+    send_order_ref,
+)
 from ep_moe.ops.weighted_sum import weighted_sum, weighted_sum_backward, weighted_sum_ref
 
 __all__ = [
     "ACTIVATIONS",
+    "HEAD",
     "ROW_BLOCK",
     "SCORING",
     "Activation",
@@ -65,6 +74,7 @@ __all__ = [
     "SendOrder",
     "count",
     "dense_probabilities",
+    "empty_blocks",
     "gate_of_packed",
     "gated",
     "gather",
@@ -80,9 +90,10 @@ __all__ = [
     "hidden_backward_ref",
     "hidden_ref",
     "matmul",
-    "message",
     "needs_logits",
     "of_choice",
+    "open_blocks",
+    "open_blocks_ref",
     "pack",
     "rank",
     "router_logits",
@@ -92,6 +103,7 @@ __all__ = [
     "select",
     "select_backward",
     "send_order",
+    "send_order_ref",
     "served_by_kernel",
     "sigmoid",
     "softmax",

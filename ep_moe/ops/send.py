@@ -1,71 +1,104 @@
-"""Which rows a rank sends where, and the small message of ids and gates that goes with them.
+"""Which rows a rank sends where, and the small message of ids and gates that goes ahead of them.
 
-On a GPU five launches for the order and one for the message (`ep_moe.kernels.send`), none of which
-waits for the host.
+A message is a block of lines for each rank, of a size that does not depend on the data: a line that
+says how many lines are filled, then a line for each row that will follow. So one exchange of equal
+blocks, which needs no counts, brings the counts too. On a GPU one launch makes all that is sent,
+and one reads what arrived (`ep_moe.kernels.send`); neither waits for the host.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ep_moe.ops.pack import pack
+HEAD = 3  # numbers in the first line of a block: its rows, the choices among them, the sender's T
 
 
 class SendOrder(NamedTuple):
     """W=2, two experts a rank, ids [[0,1],[3,0]]:
-    token_of_sent = [0,1,1]   sent_of_token = [[0,-1],[1,2]]   offsets = [0,2,3]   choices = [3,1]
+    token_of_sent = [0,1,1]   sent_of_token = [[0,-1],[1,2]]   offsets = [0,2,3]
 
     token_of_sent  (N,) int32, ordered by (destination, token). On a GPU there may be more, 0 from
                    offsets[-1] on.
     sent_of_token  (T,W) int32, -1 = that rank does not need this token.
     offsets        (W+1,) int32: rank w gets rows [offsets[w], offsets[w+1]).
-    choices        (W,) int64: how many of the (T,K) choices live there.
     """
 
     token_of_sent: Tensor
     sent_of_token: Tensor
     offsets: Tensor
-    choices: Tensor
 
 
-def send_order(ids: Tensor, num_experts: int, ranks: int) -> SendOrder:
-    """A token goes to a rank once, however many of its experts live there.
+def empty_blocks(
+    *blocks: int, lines: int, top_k: int, gates: torch.dtype, device: torch.device
+) -> Tensor:
+    """(..., 1 + lines, width) int32, not initialized: room for so many rows each."""
+    width = max(top_k + top_k * gates.itemsize // 4, HEAD)
+    return torch.empty(*blocks, 1 + lines, width, dtype=torch.int32, device=device)
 
-    ids (T,K) int32, -1 = nowhere; rank w has experts [w, w+1) * num_experts / ranks.
+
+def send_order(ids: Tensor, gates: Tensor, num_experts: int, blocks: Tensor) -> SendOrder:
+    """A token goes to a rank once, however many of its experts live there. Rank w has experts
+    [w, w+1) * num_experts / W.
+
+    ids (T,K) int32 or int64, -1 = nowhere; gates (T,K) fp32 or fp64. Writes blocks (W, 1+lines,
+    width), one for each rank: [rows, choices, T], then for each row the receiver's own expert ids,
+    -1 for those of others, and the gates' bits. Rows that find no line are counted alone; lines
+    behind the last row are not written.
+
+    The example of `SendOrder` with gates a to d -> [[[2,3,2], [0,1,a,b], [-1,0,c,d]],
+                                                     [[1,1,2], [1,-1,c,d], [?,?,?,?]]]
     """
-    tokens, top_k = ids.shape
     if ids.is_cuda:
-        from ep_moe.kernels.send import destinations
+        from ep_moe.kernels.send import send_order as kernel
 
-        ranks_of_token, choices = destinations(ids, num_experts // ranks, ranks)
-    else:
-        ranks_of_token, choices = destinations_ref(ids, num_experts // ranks, ranks)
-    order = pack(ranks_of_token, ranks, tokens * min(ranks, top_k))
-    return SendOrder(order.arrived_of_packed, order.packed_of_arrived, order.offsets, choices)
+        return SendOrder(*kernel(ids, gates, num_experts, blocks))
+    return send_order_ref(ids, gates, num_experts, blocks)
 
 
-def destinations_ref(ids: Tensor, experts_per_rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """(T,K) -> (T,W) int32: w where rank w needs the token, else -1; and the choices of each rank
-    (W,) int64"""
-    rank_of_slot = ids.div(experts_per_rank, rounding_mode="floor")  # -1 stays -1
+def send_order_ref(ids: Tensor, gates: Tensor, num_experts: int, blocks: Tensor) -> SendOrder:
+    tokens, (ranks, lines, _) = len(ids), blocks.shape
+    each = num_experts // ranks
+    rank_of_slot = ids.div(each, rounding_mode="floor")  # -1 stays -1
     numbers = torch.arange(ranks, dtype=torch.int32, device=ids.device)
     choices = (rank_of_slot[:, :, None] == numbers).sum(dim=1)  # (T,W)
-    return torch.where(choices > 0, numbers, -1), choices.sum(dim=0)
+    destination, token = (choices.T > 0).nonzero(as_tuple=True)  # by destination, then token
+    bounds = torch.arange(ranks + 1, device=ids.device)
+    offsets = torch.searchsorted(destination, bounds, out_int32=True)
+    sent = torch.arange(len(token), dtype=torch.int32, device=ids.device)
+    sent_of_token = torch.full((tokens, ranks), -1, dtype=torch.int32, device=ids.device)
+    sent_of_token[token, destination] = sent
+
+    blocks[:, 0, 0] = offsets.diff()
+    blocks[:, 0, 1] = choices.sum(dim=0)
+    blocks[:, 0, 2] = tokens
+    local = ids[token] - (destination * each)[:, None]
+    local = local.masked_fill((local < 0) | (local >= each), -1).int()
+    message = torch.cat([local, gates[token].contiguous().view(torch.int32)], dim=1)
+    line = 1 + sent - offsets[destination]
+    fits = line < lines
+    blocks[destination[fits], line[fits], : message.shape[1]] = message[fits]
+    return SendOrder(token.int(), sent_of_token, offsets)
 
 
-def message(ids: Tensor, gates: Tensor, order: SendOrder, experts_per_rank: int) -> Tensor:
-    """For each row that is sent the receiver's own expert ids, -1 for those of others, and the
-    gates' bits.  ids (T,K), gates (T,K) fp32 or fp64 -> (N,2K) or (N,3K) int32"""
-    if ids.is_cuda:
-        from ep_moe.kernels.send import message as kernel
+def open_blocks(
+    blocks: Tensor, rows: Sequence[int], *, top_k: int, gates: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """What arrived, in the order of its sources: blocks (W, 1+lines, width), whose first lines name
+    `rows`, all of which found a line -> local ids (A,K) int32 and gates (A,K) of that dtype, where
+    A = sum(rows)."""
+    if blocks.is_cuda:
+        from ep_moe.kernels.send import open_blocks as kernel
 
-        return kernel(
-            ids, gates, order.token_of_sent, order.offsets, experts_per_rank=experts_per_rank
-        )
-    tokens = order.token_of_sent
-    rows = torch.arange(len(tokens), dtype=torch.int32, device=ids.device)
-    destination = torch.searchsorted(order.offsets[1:], rows, right=True, out_int32=True)
-    local = ids[tokens] - (destination * experts_per_rank)[:, None]
-    local = local.masked_fill((local < 0) | (local >= experts_per_rank), -1).int()
-    return torch.cat([local, gates[tokens].contiguous().view(torch.int32)], dim=1)
+        return kernel(blocks, rows, top_k=top_k, gates=gates)
+    return open_blocks_ref(blocks, rows, top_k=top_k, gates=gates)
+
+
+def open_blocks_ref(
+    blocks: Tensor, rows: Sequence[int], *, top_k: int, gates: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    filled = torch.cat([block[1 : 1 + n] for block, n in zip(blocks, rows, strict=True)])
+    end = top_k + top_k * gates.itemsize // 4
+    words = filled[:, top_k:end].clone(memory_format=torch.contiguous_format)
+    return filled[:, :top_k].contiguous(), words.view(gates)

@@ -80,7 +80,7 @@ def assert_all_name(run: Run, victim: int, codes: list[int], stage: str, why: st
 @pytest.mark.parametrize(
     "world_size, victim, stage, environ",
     [
-        (2, 0, "layer 0, call 1, forward, the counts", {}),
+        (2, 0, "layer 0, call 1, forward, ids and gates out", {}),
         (3, 1, "layer 1, call 2, forward, ids and gates out", {"EP_MOE_CHECK": "1"}),
         (3, 2, "layer 1, call 2, backward, rows out", {}),
         (3, 0, "layer 1, call 2, backward, rows back", {"DEAF": "1"}),

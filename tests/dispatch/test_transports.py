@@ -249,3 +249,33 @@ def moves_of(transport, tokens):
 
 def test_group_of_one_in_a_larger_world():
     assert run_ranks(rank_of_small_group, 2) == [5, 6]
+
+
+def rank_of_varying_sizes(rank, tokens):
+    """Room and exchanges of blocks after each call, and whether what arrived is right."""
+    transport = make_transport("collective", ExpertParallel.resolve(dist.group.WORLD))
+    exchange, sizes, found = dist.all_to_all_single, [], []
+
+    def counted(out, *args, **options):
+        sizes.append(out.shape)
+        return exchange(out, *args, **options)
+
+    dist.all_to_all_single = counted
+    for of_ranks in tokens:
+        sizes.clear()
+        x, routing = share(Kind("collective"), rank, of_ranks[rank], "random")
+        plan, rows, gates = transport.dispatch(x, routing, E)
+        expected = expected_arrivals(Kind("collective"), 2, of_ranks, "random", rank)
+        for got, wanted in zip((rows, plan.local_ids, gates), expected, strict=True):
+            assert torch.equal(got, wanted)
+        found.append((len(sizes), sizes[-2][1] - 1, transport.room))
+    return found
+
+
+def test_blocks_have_room_for_what_the_busiest_rank_sends():
+    """(exchanges, tokens that the last blocks have room for, those of the next): the first call
+    learns it, a larger one too, and a much smaller one makes the next blocks smaller."""
+    tokens = [(3, 5), (8, 1), (2, 7), (9, 40), (33, 0), (20, 16), (15, 1), (3, 4), (4, 5), (0, 0)]
+    expected = [(3, 8, 8), (2, 8, 8), (2, 8, 8), (3, 64, 64), (2, 64, 64), (2, 64, 64)]
+    expected += [(2, 64, 16), (2, 16, 16), (2, 16, 16), (2, 16, 1)]
+    assert run_ranks(rank_of_varying_sizes, 2, tokens) == [expected, expected]

@@ -81,8 +81,6 @@ def router() -> Iterator[tuple[str, Callable[[], object]]]:
     sigmoid = {"scoring_func": "sigmoid", "uniform": True}
     yield "sigmoid, sums", lambda: backward(256, sums=True, **sigmoid)
     yield "", lambda: pack.pack(ints(T, 8), 256)
-    yield "", lambda: send.destinations(ints(T, 8), 32, 8)
-    told = {"experts_per_rank": 32}
     for ranks in (2, 8):
         link = symm.Link(
             *(empty(ranks + 1, dtype=torch.int64), ints(128), ints(3)),
@@ -90,7 +88,12 @@ def router() -> Iterator[tuple[str, Callable[[], object]]]:
         )
         order = symm.Order(ints(2 * ranks * (1 + T)), T)
         yield from moves(f"{ranks} ranks", link, order)
-    yield "", lambda: send.message(ints(T, 8), floats(T, 8), ints(T * 8), ints(9), **told)
+    yield "one choice", partial(send.send_order, ints(T, 1), floats(T, 1), 256, ints(8, 1 + T, 3))
+    for ranks, gates in ((2, torch.float32), (64, torch.float64)):
+        blocks, form = ints(ranks, 1 + T, 8 + gates.itemsize * 2), {"top_k": 8, "gates": gates}
+        weights = empty(T, 8, dtype=gates)
+        yield f"{ranks} ranks", partial(send.send_order, ints(T, 8), weights, 256, blocks)
+        yield f"{ranks} ranks", partial(send.open_blocks, blocks, [T] * ranks, **form)
 
 
 def moves(

@@ -77,8 +77,11 @@ def send(tokens: int, h: int, num: int, top_k: int, device: torch.device) -> Non
     ids = torch.rand(tokens, num, device=device).topk(top_k, dim=1).indices.int()
     gates, x = torch.rand(ids.shape, device=device), torch.randn(tokens, h, device=device)
     for ranks in (num, 1):
-        order = ops.send_order(ids, num, ranks)
-        ops.message(ids, gates, order, num // ranks)
+        form = {"top_k": top_k, "gates": gates.dtype}
+        for lines in (tokens // 2, tokens):  # too few, and enough
+            blocks = ops.empty_blocks(ranks, lines=lines, device=device, **form)
+            order = ops.send_order(ids, gates, num, blocks)
+        ops.open_blocks(blocks, blocks[:, 0, 0].tolist(), **form)
         rows = ops.gather(x, order.token_of_sent, order.offsets)
         ops.weighted_sum(rows, None, order.sent_of_token)
 
