@@ -7,11 +7,11 @@ included, so that every rank makes the same moves whatever its number of tokens.
 after the experts that it runs beside: a transport that makes the host wait does not keep their work
 from the device.
 
-The backward is the same pipeline by autograd alone, with no node of its own. It runs a node's
-backward on the stream of its forward, makes a stream wait for another where a gradient crosses, not
-before the node that takes it (torch 2.9 and later), and of the nodes that are ready takes the one
-that was made last. For three parts the moves are then 2 back, 1 back, 2 out, 0 back, 1 out, 0 out,
-each named by its forward, and on every rank alike.
+The backward is the same pipeline, and made by autograd alone: it runs a node's backward on the
+stream of its forward, makes that stream wait for another where a gradient crosses, and not sooner
+than for the node that takes it, and of the nodes that are ready it takes the one that was made
+last. Of three parts the moves are then the gradients of 2 back, 1 back, 2 out, 0 back, 1 out and
+0 out, on every rank alike.
 
 Memory that crosses streams goes back to the one that it came from, which may write it again at
 once. Three rules keep it until it has been read, all but one without `record_stream`: that would
@@ -23,10 +23,11 @@ hold memory until the device has come so far, with the host several layers ahead
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ep_moe.dispatch.autograd import combine, dispatch
 from ep_moe.dispatch.protocol import Transport
@@ -99,5 +100,20 @@ def cut(x: Tensor, routing: Routing, chunks: int) -> list[tuple[Tensor, Routing]
     tokens = len(x)
     each = -(-tokens // chunks)
     sizes = [max(0, min(each, tokens - number * each)) for number in range(chunks)]
-    ids, gates = routing.ids.split(sizes), routing.gate_weights.split(sizes)
-    return [(rows, Routing(*of)) for rows, *of in zip(x.split(sizes), ids, gates, strict=True)]
+    rows, gates = _Cut.apply(x, sizes), _Cut.apply(routing.gate_weights, sizes)
+    routings = map(Routing, routing.ids.split(sizes), gates)
+    return list(zip(rows, routings, strict=True))
+
+
+class _Cut(torch.autograd.Function):
+    """Handles of their own on the rows of a tensor. Those of `split` are views, and a tensor that
+    is changed in place before the backward would be an error about views."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+        return tuple(part.detach() for part in whole.detach().split(sizes))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *d_parts: Tensor) -> tuple[Tensor, None]:
+        return torch.cat(d_parts), None
