@@ -1,6 +1,6 @@
-"""The order of a pipeline's moves, who waits for whom, and how long memory is held: watched on CPUs,
-where the same code runs without streams. On a GPU moves and experts that are late show a missing
-wait."""
+"""The order of a pipeline's moves, who waits for whom, and how long memory is held: watched on
+CPUs, where the same code runs without streams. On a GPU moves and experts that are late show a
+missing wait."""
 
 import weakref
 from contextlib import contextmanager
@@ -95,7 +95,7 @@ class Watch:
 
     def noting(self, word, call):
         def noted(*args, **kwargs):
-            self.events.append(word)
+            self.events.append(word if kwargs.get("keep", True) else f"{word}, not kept")
             return call(*args, **kwargs)
 
         return noted
