@@ -194,7 +194,10 @@ class MoEConfig(SelectionConfig):
             run, and collective without GPUs or max_tokens_per_rank
         max_tokens_per_rank: the most tokens of a rank in a call, for transports symm, deepep and
             deepep_low_latency, whose buffers have a fixed size, and for auto to try the first two
-        pipeline_chunks: parts in which the tokens of a call travel
+        pipeline_chunks: with transports of more than one rank a call's tokens travel in so many
+            parts, each while the experts work on another; the experts' gradients are then added
+            up, in the parameters' dtype, over the parts. On one rank it changes nothing. Leave it
+            at 1 where PYTORCH_CUDA_ALLOC_CONF has expandable_segments
         loss_reduction: mean = each rank's loss is a mean over its tokens and ranks are averaged;
             sum = they are added
     """
@@ -232,7 +235,14 @@ class MoEConfig(SelectionConfig):
         self.check_experts(self.num_experts)
         most = self.max_tokens_per_rank
         _require(most is None or most >= 1, "max_tokens_per_rank", most, "unset or at least 1")
-        _require(self.pipeline_chunks >= 1, "pipeline_chunks", self.pipeline_chunks, "at least 1")
+        chunks = self.pipeline_chunks
+        _require(chunks >= 1, "pipeline_chunks", chunks, "at least 1")
+        if self.numerics == "exact":
+            rule = (
+                "1 with numerics = 'exact': the experts' gradients are there one sum over all "
+                "tokens, and would be one of each part"
+            )
+            _require(chunks == 1, "pipeline_chunks", chunks, rule)
         _require(
             self.num_shared_experts >= 0, "num_shared_experts", self.num_shared_experts, "0 or more"
         )

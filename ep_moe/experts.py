@@ -7,6 +7,7 @@ kept. It saves the arrived rows and gates, the pre-activation (unless it is to b
 the weights and indices. Never sees where a row came from.
 """
 
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from ep_moe import ops
 from ep_moe.config import MoEConfig
 from ep_moe.exact import exact_gated, exact_linear
+from ep_moe.kernels.device import leaving, left
 from ep_moe.parallel import ExpertParallel
 from ep_moe.types import Arrived, Packed
 
@@ -145,13 +147,14 @@ class _ExpertMLP(torch.autograd.Function):
             packed.offsets,
         )
         ctx.save_for_backward(rows, gates, hidden.pre, *weights, *indices)
-        ctx.config, ctx.grad_scale = config, grad_scale
+        ctx.config, ctx.grad_scale, ctx.left = config, grad_scale, left()
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.profiler.record_function("ep_moe.experts_backward"):
+        # Rows move beside the backward, too, which runs in a thread that was told nothing.
+        with torch.profiler.record_function("ep_moe.experts_backward"), leaving(ctx.left):
             return (*_gradients(ctx, d_out), *[None] * 5)
 
 
@@ -203,8 +206,9 @@ def _gradients(ctx: Any, d_out: Tensor) -> list[Tensor | None]:
         numerics=numerics,
     )
     gate = ops.gate_of_packed(gates, packed) if needs_b_down or not on_output else None
-    second = ops.SecondStream(d_out.device)
-    with second.launch():
+    # Of two products beside each other one would take the multiprocessors that the other leaves.
+    second = None if ctx.left else ops.SecondStream(d_out.device)
+    with nullcontext() if second is None else second.launch():
         if needs_down:
             d_w_down = ops.grouped_gemm_wgrad(
                 d_out,
@@ -248,5 +252,6 @@ def _gradients(ctx: Any, d_out: Tensor) -> list[Tensor | None]:
                 d_gates = ops.of_choice(d_gate, packed)
     if d_gates is not None:
         d_gates = d_gates.to(gates.dtype) if needs_gates else None
-    second.join()
+    if second is not None:
+        second.join()
     return [d_rows, d_gates, d_w_gate_up, d_w_down, d_b_gate_up, d_b_down]

@@ -15,7 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ep_moe import check, ops
 from ep_moe.config import MoEConfig
-from ep_moe.dispatch import Transport, combine, dispatch, dispatch_beside, make_transport
+from ep_moe.dispatch import (
+    Transport,
+    combine,
+    dispatch,
+    dispatch_beside,
+    make_transport,
+    pipelined,
+)
 from ep_moe.errors import BackendUnavailable, ConfigError, InputError
 from ep_moe.exact import split_slots, sum_slots
 from ep_moe.experts import Experts, SharedExperts
@@ -67,8 +74,10 @@ class MoELayer(nn.Module):
         most = config.max_tokens_per_rank
         if most is not None and config.numerics == "exact":
             most *= config.top_k  # each slot travels as a token of its own
+        if most is not None:
+            most = -(-most // config.pipeline_chunks)  # of a part
         self.transport = make_transport(config.transport, self.ep, max_tokens_per_rank=most)
-        _require_gates_at_home(config, self.transport)
+        _require_suitable(config, self.transport)
         balance = Ranks.resolve(self.ep if balance_over is None else balance_over)
         self.router = Router(config, reduce=balance.sum, num_ranks=balance.size)
         self.experts = Experts(config, self.ep)
@@ -187,7 +196,7 @@ def moe(x: Tensor, routing: Routing, experts: Experts, transport: Transport) -> 
     if x.ndim != 2 or x.shape[1] != experts.config.hidden_size:
         rule = f"(tokens, {experts.config.hidden_size})"
         raise InputError("x", f"of shape {tuple(x.shape)}", rule)
-    _require_gates_at_home(experts.config, transport)
+    _require_suitable(experts.config, transport)
     look = not (x.is_cuda and transport.caps.graphable) or check.wanted()
     routing.validate(len(x), experts.config.num_experts, values=look)
     with torch.cuda.device_of(x):
@@ -211,28 +220,51 @@ def _moe(
             f"{experts.w_gate_up.dtype}, as the expert parameters: cast x, or the layer with .to()"
         )
         raise InputError("x", x.dtype, rule)
-    exact, gate_on = experts.config.numerics == "exact", experts.config.gate_on
+    config, far = experts.config, transport.caps.max_ranks != 1
+    exact, gate_on = config.numerics == "exact", config.gate_on
     sent, sent_routing = split_slots(x, routing, gate_on=gate_on) if exact else (x, routing)
-    to = (sent, sent_routing, experts.config.num_experts, transport)
-    if shared is None:
-        arrived, shared_y = dispatch(*to), None
-    elif experts.config.shared_expert_overlap and transport.caps.max_ranks != 1:
-        arrived, shared_y = dispatch_beside(*to, shared)
+    to = (sent, sent_routing, config.num_experts, transport)
+    overlap = config.shared_expert_overlap and far
+    if config.pipeline_chunks > 1 and far:
+        _require_room(x, config, transport)
+        beside = shared if overlap else None
+        y, shared_y = pipelined(*to, experts, chunks=config.pipeline_chunks, beside=beside)
+        if shared is not None and beside is None:
+            shared_y = shared()
     else:
-        arrived, shared_y = dispatch(*to), shared()
-    y = combine(experts(arrived), arrived.plan, transport)
+        if shared is None:
+            arrived, shared_y = dispatch(*to), None
+        elif overlap:
+            arrived, shared_y = dispatch_beside(*to, shared)
+        else:
+            arrived, shared_y = dispatch(*to), shared()
+        y = combine(experts(arrived), arrived.plan, transport)
     if exact:
         y = sum_slots(y, routing, gate_on=gate_on)
     return y if shared_y is None else y + shared_y
 
 
-def _require_gates_at_home(config: MoEConfig, transport: Transport) -> None:
+def _require_suitable(config: MoEConfig, transport: Transport) -> None:
+    if config.pipeline_chunks > 1 and not transport.caps.backward:
+        rule = (
+            f"1 with transport = {transport.name!r}, which is for calls of few tokens and has room "
+            "for one: to pipeline take symm, deepep, collective or auto"
+        )
+        raise ConfigError("pipeline_chunks", config.pipeline_chunks, rule)
     if transport.caps.weighs and config.gate_on == "input":
         rule = (
             f"output with transport = {transport.name!r}, which multiplies by the gate weights at "
             "the token's own rank: for gates on the experts' inputs take another transport"
         )
         raise ConfigError("gate_on", config.gate_on, rule)
+
+
+def _require_room(x: Tensor, config: MoEConfig, transport: Transport) -> None:
+    """In words of the whole call: buffers of a fixed size have room for a part of it."""
+    most = config.max_tokens_per_rank
+    if transport.caps.fixed_size and most is not None and len(x) > most:
+        rule = f"of at most max_tokens_per_rank = {most} tokens"
+        raise InputError("x", f"of {len(x)}", rule)
 
 
 def _require_graphable(x: Tensor, transport: Transport) -> None:

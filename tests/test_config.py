@@ -55,6 +55,8 @@ BAD = [  # field, what is wrong with it
     ("forced_skew", {"forced_skew": 0.5}),
     ("forced_skew", {"forced_skew": 4.5}),  # num_experts / top_k = 4
     ("loss_reduction", {"loss_reduction": "max"}),
+    ("pipeline_chunks", {"pipeline_chunks": 0}),
+    ("pipeline_chunks", {"pipeline_chunks": 2, "numerics": "exact"}),
     # What would do nothing:
     ("capacity_policy", {"capacity_policy": "reroute"}),
     ("min_capacity", {"min_capacity": 4}),

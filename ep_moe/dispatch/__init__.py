@@ -14,6 +14,7 @@ from ep_moe.dispatch.collective import CollectiveTransport
 from ep_moe.dispatch.deepep import DeepEPTransport
 from ep_moe.dispatch.deepep_low_latency import LowLatencyTransport
 from ep_moe.dispatch.local import LocalTransport
+from ep_moe.dispatch.pipeline import pipelined
 from ep_moe.dispatch.protocol import Caps, Transport
 from ep_moe.dispatch.symm import SymmTransport
 from ep_moe.errors import ConfigError
@@ -40,6 +41,7 @@ __all__ = [
     "dispatch",
     "dispatch_beside",
     "make_transport",
+    "pipelined",
 ]
 
 

@@ -25,7 +25,7 @@ from ep_moe.dispatch.deepep import DeepEPTransport
 from ep_moe.dispatch.moves import agree, capturing
 from ep_moe.dispatch.needs import needs_of, unmet
 from ep_moe.dispatch.protocol import Caps, Plan, Sent, Transport
-from ep_moe.dispatch.symm import SymmTransport
+from ep_moe.dispatch.symm import SMS, SymmTransport
 from ep_moe.errors import (
     BackendUnavailable,
     CallMismatch,
@@ -74,13 +74,25 @@ class AutoTransport:
 
     def __init__(self, ep: ExpertParallel, max_tokens_per_rank: int | None = None) -> None:
         self.ep, self.max_tokens, self.layer = ep, max_tokens_per_rank, next(ep.peers.layers)
-        self.sms: int | None = None  # that a move of symm or deepep takes; None = as many as alone
+        self._sms: int | None = None  # None = as many as alone
         self.transport: Transport | None = None
 
     def __deepcopy__(self, _: dict[int, Any]) -> "AutoTransport":
         copy = AutoTransport(self.ep, self.max_tokens)
-        copy.sms = self.sms
+        copy._sms = self._sms
         return copy
+
+    @property
+    def sms(self) -> int:
+        """Multiprocessors that a move takes. May be set before the first call, for symm or
+        deepep, alike on every rank; those that are tried have otherwise as many as alone."""
+        if self.transport is not None:
+            return self.transport.sms
+        return SMS if self._sms is None else self._sms
+
+    @sms.setter
+    def sms(self, sms: int) -> None:
+        self._sms = sms
 
     @property
     def caps(self) -> Caps:
@@ -132,7 +144,7 @@ class AutoTransport:
             top_k=routing.ids.shape[1],
             dtype=str(x.dtype).removeprefix("torch."),
             keep=keep,
-            sms=self.sms,
+            sms=self._sms,
         )
         sizes = self._agree(sizes)
         found: dict[Sizes, str] = self.ep.peers.shared.setdefault(self.name, {})
@@ -152,8 +164,8 @@ class AutoTransport:
 
     def _make(self, name: str) -> CollectiveTransport | SymmTransport | DeepEPTransport:
         transport = MEASURED[name](self.ep, self.max_tokens)
-        if self.sms is not None and isinstance(transport, SymmTransport | DeepEPTransport):
-            transport.sms = self.sms
+        if self._sms is not None and isinstance(transport, SymmTransport | DeepEPTransport):
+            transport.sms = self._sms
         return transport
 
     def _find(self, sizes: Sizes, x: Tensor, routing: Routing) -> str:

@@ -23,11 +23,18 @@ from ep_moe.types import Arrived, Routing
 T = TypeVar("T")
 
 
-def dispatch(x: Tensor, routing: Routing, num_experts: int, transport: Transport) -> Arrived:
-    """Send each row of x (T,H) to every rank that has one of its experts. With autograd off the
-    arrived rows may be overwritten by the next dispatch or combine of the group (`keep` of
-    `Transport.dispatch`)."""
-    return _dispatch(x, routing, num_experts, transport, None)
+def dispatch(
+    x: Tensor,
+    routing: Routing,
+    num_experts: int,
+    transport: Transport,
+    *,
+    keep: bool | None = None,
+) -> Arrived:
+    """Send each row of x (T,H) to every rank that has one of its experts. keep: arrived rows may be
+    read after the next dispatch or combine of the group (`Transport.dispatch`); None = where
+    autograd is on, whose backward does."""
+    return _dispatch(x, routing, num_experts, transport, None, keep)
 
 
 def dispatch_beside(
@@ -89,7 +96,12 @@ class _Depart(torch.autograd.Function):
 
 
 def _dispatch(
-    x: Tensor, routing: Routing, num_experts: int, transport: Transport, trip: _Trip | None
+    x: Tensor,
+    routing: Routing,
+    num_experts: int,
+    transport: Transport,
+    trip: _Trip | None,
+    keep: bool | None = None,
 ) -> Arrived:
     if check.wanted():
         routing.validate(len(x), num_experts)
@@ -100,7 +112,7 @@ def _dispatch(
             routing.ids,
             num_experts,
             transport,
-            torch.is_grad_enabled(),  # the experts' backward reads rows again
+            torch.is_grad_enabled() if keep is None else keep,
             trip,
         )
     return Arrived(rows, gates, plan.local_ids, plan, plan.max_packed)

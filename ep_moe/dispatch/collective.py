@@ -26,6 +26,9 @@ from ep_moe.dispatch.protocol import Caps, Sent
 from ep_moe.parallel import ExpertParallel
 from ep_moe.types import Routing
 
+# A multiprocessor for each of NCCL's channels, whose number it does not tell: as the others take.
+CHANNELS = 16
+
 
 @dataclass(frozen=True, eq=False)
 class CollectivePlan:
@@ -48,6 +51,7 @@ class CollectivePlan:
 class CollectiveTransport:
     name: ClassVar[str] = "collective"
     caps: Caps = Caps(needs_group=True, max_ranks=None, deterministic=True, graphable=False)
+    sms: int = CHANNELS
 
     def __init__(self, ep: ExpertParallel, max_tokens_per_rank: int | None = None) -> None:
         self.ep = ep

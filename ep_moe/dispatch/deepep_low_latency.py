@@ -92,6 +92,7 @@ class LowLatencyTransport:
         backward=False,
         weighs=True,
     )
+    sms: int = 0  # its kernels take as many as they like, and no work is beside them
 
     def __init__(self, ep: ExpertParallel, max_tokens_per_rank: int | None = None) -> None:
         assert max_tokens_per_rank is not None  # `make_transport` has seen to it

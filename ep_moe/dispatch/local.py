@@ -27,6 +27,7 @@ class LocalPlan:
 class LocalTransport:
     name: ClassVar[str] = "local"
     caps: Caps = Caps(needs_group=False, max_ranks=1, deterministic=True, graphable=True)
+    sms: int = 0
 
     def __init__(self, ep: ExpertParallel, max_tokens_per_rank: int | None = None) -> None:
         pass

@@ -76,6 +76,11 @@ class Transport(Protocol):
     @property
     def caps(self) -> Caps: ...
 
+    @property
+    def sms(self) -> int:
+        """Multiprocessors that a move takes. Experts that work beside one leave it so many."""
+        ...
+
     def __init__(self, ep: ExpertParallel, max_tokens_per_rank: int | None = None) -> None: ...
 
     def dispatch(self, x: Tensor, routing: Routing, num_experts: int, *, keep: bool = True) -> Sent:

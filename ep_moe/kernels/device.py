@@ -1,6 +1,28 @@
-"""What kernels ask about the GPU that they will run on."""
+"""What kernels ask about the GPU that they will run on, and how much of it is for others."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
+
+_LEFT: ContextVar[int] = ContextVar("ep_moe_left_multiprocessors", default=0)
+
+
+@contextmanager
+def leaving(multiprocessors: int) -> Iterator[None]:
+    """Persistent kernels that are launched inside leave so many to what runs beside them, which
+    would otherwise wait for their end: their programs stay where they are until all is done."""
+    token = _LEFT.set(multiprocessors)
+    try:
+        yield
+    finally:
+        _LEFT.reset(token)
+
+
+def left() -> int:
+    """To others. A thread of its own, such as autograd's, starts at 0."""
+    return _LEFT.get()
 
 
 def multiprocessors(device: torch.device) -> int:

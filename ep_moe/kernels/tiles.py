@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ep_moe.kernels.device import multiprocessors
+from ep_moe.kernels.device import left, multiprocessors
 
 FAR = 1 << 30  # more rows than any buffer
 
@@ -52,8 +52,9 @@ class Tile(NamedTuple):
 
 
 def programs(tile: Tile, tiles: int, device: torch.device) -> int:
-    """At most one a tile."""
-    return min(tiles, tile.per_sm * multiprocessors(device))
+    """At most one a tile, at least one, and none on multiprocessors that are left to others."""
+    mine = max(1, multiprocessors(device) - left())
+    return min(tiles, tile.per_sm * mine)
 
 
 def takes_descriptors(*tensors: Tensor | None) -> bool:

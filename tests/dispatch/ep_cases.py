@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe import MoEConfig, MoELayer, total_aux
+from ep_moe.dispatch import Transport
 from ep_moe.testing import TOLERANCE, assert_close
 
 
@@ -168,3 +169,28 @@ def compare(case: Case, ranks: list[dict[str, Any]], expected: dict[str, Any]) -
                     each = len(value) // case.world_size
                     value = value[rank * each : (rank + 1) * each]
                 assert_close(got[kind][name], value, name=f"{kind} of {name}, rank {rank}")
+
+
+def note_moves(transport: Transport, events: list[tuple[int, str]]) -> None:
+    """Each move as the number of its part and a word."""
+    plans = []
+
+    def note(name, word):
+        move = getattr(transport, name)
+
+        def noted(*args, **kwargs):
+            if name != "dispatch":
+                if args[0] in plans:  # else the end of a dispatch
+                    events.append((plans.index(args[0]), word))
+                return move(*args, **kwargs)
+            events.append((len(plans), word))
+            sent = move(*args, **kwargs)
+            plans.append(sent.plan)
+            return sent
+
+        setattr(transport, name, noted)
+
+    note("dispatch", "out")
+    note("replay", "out again")
+    note("combine", "back")
+    note("combine_gates", "gates back")

@@ -235,16 +235,19 @@ def other_sms(rank, folder):
     prepare(folder)
     take({**LAST, "deepep": 1.0})
     transport = AutoTransport(world(), MOST)
+    found = [transport.sms]
     transport.sms = 4
+    found.append(transport.sms)
     copy = deepcopy(transport)
     for one in (transport, copy):
         one.dispatch(*inputs(rank), E)
-    return transport.chosen.sms, copy.chosen.sms
+        assert one.sms == one.chosen.sms
+    return *found, transport.chosen.sms, copy.chosen.sms
 
 
 @needs_interpreter
 def test_sms_are_those_of_whatever_is_chosen(tmp_path):
-    assert run_ranks(other_sms, 2, str(tmp_path), timeout=120.0) == [(4, 4)] * 2
+    assert run_ranks(other_sms, 2, str(tmp_path), timeout=120.0) == [(16, 4, 4, 4)] * 2
 
 
 def broken_deepep(rank, folder, error):

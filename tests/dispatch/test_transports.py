@@ -1,6 +1,8 @@
 """What every transport promises: one row per (token, rank), in order, and two adjoint moves."""
 
 from dataclasses import replace
+from itertools import count
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -224,6 +226,14 @@ def test_unknown_transport():
         ConfigError, match=r"transport = 'carrier pigeon'.*'?auto.*local.*collective"
     ):
         make_transport("carrier pigeon", ExpertParallel())
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_what_a_move_takes_is_said(name):
+    """For experts that work beside one."""
+    ep = SimpleNamespace(size=2, rank=0, group=object(), peers=SimpleNamespace(layers=count()))
+    sms = TRANSPORTS[name](ep, 8).sms
+    assert sms == {"local": 0, "deepep_low_latency": 0}.get(name, 16)
 
 
 def test_local_serves_one_rank():

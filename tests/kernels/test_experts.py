@@ -8,6 +8,7 @@ import torch
 from ep_moe import ops
 from ep_moe.kernels import choice
 from ep_moe.kernels import pack as pack_kernel
+from ep_moe.kernels.device import leaving
 from ep_moe.types import Packed
 from tests.helpers import small_config
 from tests.kernels.cases import TILES
@@ -72,6 +73,19 @@ def test_few_rows(gate_on, rows, absent, kernels, device):
         arrived,
         torch.randn(rows, 16, device=device),
     )
+
+
+@pytest.mark.parametrize("sms", [1, 1000])
+def test_fewer_programs_give_the_same_bits(sms, kernels, device):
+    """Forward, and the backward that follows it elsewhere."""
+    config, found = small_config(mlp_bias=True), []
+    arrived = make_arrived(40, config, torch.float32, device)
+    experts = make_experts(config, torch.float32, device)
+    for left in (0, sms):
+        with leaving(left):
+            out = experts(arrived)
+        found.append([out, *torch.autograd.grad(out.square().sum(), list(experts.parameters()))])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("numerics", ["fast", "exact"])

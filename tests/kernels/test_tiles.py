@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ep_moe.kernels.device import leaving
 from ep_moe.kernels.tiles import Tile, programs, takes_descriptors
 
 GOOD = torch.empty(4, 8)
@@ -25,3 +26,15 @@ def test_programs_are_at_most_one_a_tile(monkeypatch):
     monkeypatch.setattr("ep_moe.kernels.tiles.multiprocessors", lambda device: 7)
     twice = Tile(16, 16, 16, warps=4, stages=2, per_sm=2)
     assert [programs(twice, tiles, GOOD.device) for tiles in (1, 13, 14, 99)] == [1, 13, 14, 14]
+
+
+def test_programs_leave_multiprocessors_to_others(monkeypatch):
+    monkeypatch.setattr("ep_moe.kernels.tiles.multiprocessors", lambda device: 7)
+    twice = Tile(16, 16, 16, warps=4, stages=2, per_sm=2)
+    found = []
+    for sms in (0, 2, 6, 7, 99):
+        with leaving(sms):
+            found.append(programs(twice, 99, GOOD.device))
+            assert programs(twice, 1, GOOD.device) == 1
+    assert found == [14, 10, 2, 2, 2]
+    assert programs(twice, 99, GOOD.device) == 14
