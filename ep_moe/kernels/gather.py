@@ -4,28 +4,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ep_moe.kernels.launch import bound
+
 ROWS, COLUMNS = 4, 1024
 
 
 def gather(rows: Tensor, arrived_of_packed: Tensor, offsets: Tensor) -> Tensor:
     """rows (A,H), arrived_of_packed (S,) -> (S,H), of which the first offsets[-1] are written."""
     rows = rows.contiguous()
-    slots, width = len(arrived_of_packed), rows.shape[1]
+    slots, width = arrived_of_packed.shape[0], rows.shape[1]
     packed = rows.new_empty(slots, width)
     columns = min(COLUMNS, triton.next_power_of_2(width))
     if slots:
-        grid = (triton.cdiv(slots, ROWS), triton.cdiv(width, columns))
-        total = offsets[-1:]
-        _gather[grid](rows, arrived_of_packed, total, packed, H=width, ROWS=ROWS, COLUMNS=columns)
+        grid = (triton.cdiv(slots, ROWS), triton.cdiv(width, columns), 1)
+        constants = {"H": width, "ROWS": ROWS, "COLUMNS": columns}
+        last = (offsets.shape[0] - 1,)
+        _gather(grid, (rows, arrived_of_packed, offsets, packed), last, constants)
     return packed
 
 
-@triton.jit
+@bound
+@triton.jit(do_not_specialize=["last"])
 def _gather(
     rows,
     arrived_of_packed,
-    total,
+    offsets,
     packed,
+    last,
     H: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -33,7 +38,7 @@ def _gather(
     """Grid (blocks of packed rows, blocks of columns)."""
     s = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    owned = s < tl.load(total)
+    owned = s < tl.load(offsets + last)
     arrived = tl.load(arrived_of_packed + s, mask=owned, other=0).to(tl.int64)
     mask = owned[:, None] & (c < H)[None, :]
     block = tl.load(rows + arrived[:, None] * H + c[None, :], mask=mask)

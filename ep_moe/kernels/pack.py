@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ep_moe.kernels.launch import bound
+
 BLOCK = 128
 SCANNED = 512  # blocks at a time
 COLUMNS = 8  # experts: 32 bytes of a row, the least that a GPU reads
@@ -23,8 +25,8 @@ def count(ids: Tensor, num_experts: int) -> Tensor:
     counts = torch.empty(blocks, num_experts, dtype=torch.int32, device=ids.device)
     if blocks:
         bins = max(triton.next_power_of_2(num_experts), 32)
-        sizes = {"E": num_experts, "BINS": bins, "BLOCK": BLOCK}
-        _count[(blocks,)](ids, counts, slots, **sizes, sanitize_overflow=False)
+        sizes = {"E": num_experts, "BINS": bins, "BLOCK": BLOCK, "sanitize_overflow": False}
+        _count((blocks, 1, 1), (ids, counts), (slots,), sizes)
     return counts
 
 
@@ -40,26 +42,16 @@ def pack(local_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, T
         return arrived, choice, packed, local_ids.new_zeros(num_experts + 1)
     before, totals = count(local_ids, num_experts), local_ids.new_empty(num_experts)
     offsets = local_ids.new_empty(num_experts + 1)
-    _sum_blocks[(triton.cdiv(num_experts, COLUMNS),)](
-        before, totals, len(before), E=num_experts, SCANNED=SCANNED, COLUMNS=COLUMNS
-    )
-    _place[(len(before),)](
-        local_ids,
-        before,
-        totals,
-        arrived,
-        choice,
-        packed,
-        offsets,
-        slots,
-        E=num_experts,
-        K=top_k,
-        EXPERTS=triton.next_power_of_2(num_experts),
-        BLOCK=BLOCK,
-    )
+    blocks, sizes = before.shape[0], {"E": num_experts, "SCANNED": SCANNED, "COLUMNS": COLUMNS}
+    _sum_blocks((triton.cdiv(num_experts, COLUMNS), 1, 1), (before, totals), (blocks,), sizes)
+    experts = triton.next_power_of_2(num_experts)
+    sizes = {"E": num_experts, "K": top_k, "EXPERTS": experts, "BLOCK": BLOCK}
+    tensors = (local_ids, before, totals, arrived, choice, packed, offsets)
+    _place((blocks, 1, 1), tensors, (slots,), sizes)
     return arrived, choice, packed, offsets
 
 
+@bound
 @triton.jit(do_not_specialize=["slots"], debug=True)
 def _count(ids, counts, slots, E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
     """Stops at an id that is no expert: `_place` would write where it points, and the host does not
@@ -75,6 +67,7 @@ def _count(ids, counts, slots, E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.co
     tl.store(counts + block.to(tl.int64) * E + of_bin, bins, mask=of_bin < E)
 
 
+@bound
 @triton.jit(do_not_specialize=["blocks"])
 def _sum_blocks(
     counts, totals, blocks, E: tl.constexpr, SCANNED: tl.constexpr, COLUMNS: tl.constexpr
@@ -92,6 +85,7 @@ def _sum_blocks(
     tl.store(totals + expert, total, mask=expert < E)
 
 
+@bound
 @triton.jit(do_not_specialize=["slots"])
 def _place(
     ids,

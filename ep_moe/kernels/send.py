@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ep_moe.kernels.device import registers
+from ep_moe.kernels.launch import bound
 
 SCANNED = 16384  # ids at a time
 TOKENS = 2048  # of them at most: a thread counts for each of its tokens
@@ -34,29 +35,21 @@ def send_order(
     offsets = blocks.new_empty(ranks + 1)
     choices = triton.next_power_of_2(top_k)
     lanes = max(min(triton.cdiv(tokens, LANE), MOST // ranks), 1)
-    _send_order[(ranks * lanes,)](
-        ids,
-        words,
-        token_of_sent,
-        sent_of_token,
-        offsets,
-        blocks,
-        tokens,
-        lines,
-        EACH=num_experts // ranks,
-        W=ranks,
-        K=top_k,
-        WORDS=words.shape[1],
-        WIDTH=width,
-        CHOICES=choices,
-        COLUMNS=triton.next_power_of_2(words.shape[1]),
-        SCAN=min(max(SCANNED // choices, 1), TOKENS),
-        BLOCK=max(min(SCANNED // 4 // choices, LANE), 1),
-        LANES=lanes,
-        num_warps=16,
-        **registers(128),
-        sanitize_overflow=False,
-    )
+    constants = {
+        "EACH": num_experts // ranks,
+        "W": ranks,
+        "K": top_k,
+        "WORDS": words.shape[1],
+        "WIDTH": width,
+        "CHOICES": choices,
+        "COLUMNS": triton.next_power_of_2(words.shape[1]),
+        "SCAN": min(max(SCANNED // choices, 1), TOKENS),
+        "BLOCK": max(min(SCANNED // 4 // choices, LANE), 1),
+        "LANES": lanes,
+    }
+    options = {"num_warps": 16, **registers(128), "sanitize_overflow": False}
+    tensors = (ids, words, token_of_sent, sent_of_token, offsets, blocks)
+    _send_order((ranks * lanes, 1, 1), tensors, (tokens, lines), constants | options)
     return token_of_sent, sent_of_token, offsets
 
 
@@ -70,23 +63,22 @@ def open_blocks(
     weights = torch.empty(arrived, top_k, dtype=gates, device=blocks.device)
     if arrived:
         words = weights.view(torch.int32)
-        _open_blocks[(triton.cdiv(max(rows), LINES), ranks)](
-            blocks,
-            local_ids,
-            words,
-            lines,
-            SOURCES=triton.next_power_of_2(ranks),
-            W=ranks,
-            K=top_k,
-            WORDS=words.shape[1],
-            WIDTH=width,
-            CHOICES=triton.next_power_of_2(top_k),
-            COLUMNS=triton.next_power_of_2(words.shape[1]),
-            BLOCK=LINES,
-        )
+        constants = {
+            "SOURCES": triton.next_power_of_2(ranks),
+            "W": ranks,
+            "K": top_k,
+            "WORDS": words.shape[1],
+            "WIDTH": width,
+            "CHOICES": triton.next_power_of_2(top_k),
+            "COLUMNS": triton.next_power_of_2(words.shape[1]),
+            "BLOCK": LINES,
+        }
+        grid = (triton.cdiv(max(rows), LINES), ranks, 1)
+        _open_blocks(grid, (blocks, local_ids, words), (lines,), constants)
     return local_ids, weights
 
 
+@bound
 @triton.jit(do_not_specialize=["tokens", "lines"], debug=True)
 def _send_order(
     ids,
@@ -201,6 +193,7 @@ def _ones(word):
     return (((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
 
 
+@bound
 @triton.jit(do_not_specialize=["lines"])
 def _open_blocks(
     blocks,

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ep_moe.kernels.launch import bound
+
 COLUMNS = 2048
 SLOTS = 256
 
@@ -21,17 +23,12 @@ def weighted_sum(y: Tensor, gate_weights: Tensor | None, packed_of_arrived: Tens
     out = y.new_empty(rows, width)
     columns = min(COLUMNS, triton.next_power_of_2(width))
     if rows:
-        _weighted_sum[(rows, triton.cdiv(width, columns))](
-            y,
-            None if gate_weights is None else gate_weights.contiguous(),
-            packed_of_arrived,
-            out,
-            H=width,
-            K=top_k,
-            COLUMNS=columns,
-            num_warps=max(1, columns * y.element_size() // 512),
-            enable_fp_fusion=False,
-        )
+        gates = None if gate_weights is None else gate_weights.contiguous()
+        warps = max(1, columns * y.element_size() // 512)
+        constants = {"H": width, "K": top_k, "COLUMNS": columns}
+        options = {"num_warps": warps, "enable_fp_fusion": False}
+        grid = (rows, triton.cdiv(width, columns), 1)
+        _weighted_sum(grid, (y, gates, packed_of_arrived, out), (), constants | options)
     return out
 
 
@@ -43,12 +40,12 @@ def sum_parts(parts: Tensor, packed_of_arrived: Tensor) -> Tensor:
     slots = packed_of_arrived.numel()
     if slots:
         blocks, stride = parts.shape
-        _sum_parts[(triton.cdiv(slots, SLOTS),)](
-            parts, packed_of_arrived, out, slots, stride, blocks, SLOTS=SLOTS
-        )
+        tensors, integers = (parts, packed_of_arrived, out), (slots, stride, blocks)
+        _sum_parts((triton.cdiv(slots, SLOTS), 1, 1), tensors, integers, {"SLOTS": SLOTS})
     return out
 
 
+@bound
 @triton.jit
 def _weighted_sum(
     y,
@@ -77,6 +74,7 @@ def _weighted_sum(
     tl.store(out + row * H + c, acc.to(out.dtype.element_ty), mask=c < H)
 
 
+@bound
 @triton.jit(do_not_specialize=["slots", "stride", "blocks"])
 def _sum_parts(parts, packed_of_arrived, out, slots, stride, blocks, SLOTS: tl.constexpr):
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
