@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -40,6 +41,7 @@ class Peers:
         self._store = group.get_group_store()
         self._gathered = 0
         self._asynchronous = "nccl" in dist.get_backend(group)
+        self._events = defaultdict[int, torch.cuda.Event](torch.cuda.Event)  # one for each device
         self._net = Net(self.rank, self.ranks, self._store)
         weakref.finalize(self, self._net.leave).atexit = False
         atexit.register(_at_exit, weakref.ref(self._net))
@@ -73,7 +75,7 @@ class Peers:
                 raise RuntimeError("a peer had left before this exchange began")
             yield
             if self._asynchronous:
-                event = torch.cuda.Event()
+                event = self._events[torch.cuda.current_device()]
                 event.record()
                 net.enqueued = event
         except RuntimeError as error:

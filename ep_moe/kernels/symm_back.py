@@ -28,9 +28,9 @@ from ep_moe.kernels.window import (
     tile_sizes,
 )
 
-FEW = 128  # tokens whose sums are made beside the push, without a second launch
-LATE = 512  # tokens whose sums do not pay beside it: nothing has arrived yet
-AT_LEAST = tl.constexpr(64)  # rows of a group that a program pushes, where there are as many
+FEW = 128  # tokens whose sums are made beside the push, to save the host a second launch
+LATE = 256  # tokens whose sums do not pay beside it: nothing has arrived yet
+AT_LEAST = tl.constexpr(16)  # rows of a group that a program pushes, where there are as many
 
 
 def combine(rows: Tensor, order: Order, link: Link) -> Tensor:
@@ -39,7 +39,7 @@ def combine(rows: Tensor, order: Order, link: Link) -> Tensor:
     ranks, tokens, rows = link.ranks, order.tokens, rows.contiguous()
     width, item = rows.shape[1], rows.element_size()
     out = torch.empty(tokens, width, dtype=rows.dtype, device=rows.device)
-    few = tokens <= FEW
+    few = tokens <= FEW and not (rows.is_cuda and torch.cuda.is_current_stream_capturing())
     summed = tokens  # beside the push, and the others when all SMs are free for it
     if not few:
         summed = max(tokens - LATE, 0) * 9 * (ranks - 1) // (10 * ranks)
