@@ -40,7 +40,10 @@ class Move(NamedTuple):
 
 
 class Watched:
-    """A transport whose moves are noted. What others may write over is copied."""
+    """A transport whose moves are noted. What others may write over is copied. Notes are handles of
+    their own: autograd hangs its graph on those that are returned, and a graph that is kept names
+    the stream of this call to every later one, which cannot be captured then.
+    """
 
     name: ClassVar[str] = "watched"
 
@@ -54,10 +57,10 @@ class Watched:
         sent = self.transport.dispatch(x, routing, num_experts, keep=keep)
         given = (x.detach(), Routing(routing.ids, routing.gate_weights.detach()), num_experts)
         rows = sent.rows if keep else sent.rows.clone()
-        brought = sent._replace(rows=rows)
+        brought = Sent(sent.plan, rows.detach(), sent.gate_weights.detach())
         self.moves.append(Move("dispatch", len(self._plans), given, keep, brought))
         self._plans.append(sent.plan)
-        return brought
+        return sent._replace(rows=rows)
 
     def replay(self, plan: Any, x: Tensor, *, keep: bool = True) -> Tensor:
         rows = self.transport.replay(plan, x, keep=keep)
@@ -78,7 +81,7 @@ class Watched:
         self, name: str, plan: Plan, given: Tensor, brought: Tensor, keep: bool = True
     ) -> Tensor:
         (number,) = (n for n, known in enumerate(self._plans) if known is plan)
-        self.moves.append(Move(name, number, (given.detach(),), keep, brought))
+        self.moves.append(Move(name, number, (given.detach(),), keep, brought.detach()))
         return brought
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 import ep_moe
 from benchmarks import bench_layer, harness
@@ -124,6 +125,8 @@ def parts_on_ranks(rank, changes, window_files):
         calls = [lambda x=x, run=run: run(x) for x in sets]
         expected = [call() for call in calls]
         parts = take_apart(layer, calls)
+        noted = tree_leaves([[m.given, m.brought] for m in parts.moves])
+        assert not any(t.requires_grad for t in noted if isinstance(t, torch.Tensor))  # no graph
         made.clear()
         twice = [compute() for _ in range(2) for compute in parts.compute]
         in_compute = list(made)
