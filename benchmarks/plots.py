@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.rows import UNEVEN, Row, varying, words
+from benchmarks.rows import UNEVEN, Row, of_model, varying, words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,9 +25,10 @@ def plot(rows: Sequence[Row], path: Path, *, metric: str | None = None) -> None:
     if metric is not None:
         rows = [row for row in rows if metric in row.metrics]
     panels: dict[str, list[Row]] = {}
+    known = ("tokens", *UNEVEN, *of_model(rows))
+    apart = [key for key in varying(rows) if key not in known]
     for row in rows:
-        apart = [key for key in varying(rows) if key not in ("tokens", *UNEVEN)]
-        rest = {key: row.case.get(key) for key in apart}
+        rest = {key: row.case[key] for key in apart if key in row.case}
         panels.setdefault(words(rest), []).append(row)
     size = (7, 3.5 * len(panels))
     figure, grid = pyplot.subplots(len(panels), figsize=size, squeeze=False, layout="constrained")

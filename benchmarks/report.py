@@ -21,6 +21,7 @@ from benchmarks.rows import (
     key_of,
     latest_rows,
     number,
+    of_model,
     text_of,
     timing_of,
     varying,
@@ -131,7 +132,7 @@ def _columns(rows: Sequence[Row]) -> list[tuple[str, Callable[[Row], str]]]:
     """(heading, what a row shows there): case values that differ, the implementation, metrics."""
     columns: list[tuple[str, Callable[[Row], str]]] = []
     for key in varying(rows):
-        if key in _of_model(rows):
+        if key in of_model(rows):
             continue
         columns.append((key, lambda row, key=key: text_of(row.case.get(key, ""))))
     columns.append(("implementation", lambda row: row.impl))
@@ -143,7 +144,7 @@ def _columns(rows: Sequence[Row]) -> list[tuple[str, Callable[[Row], str]]]:
             continue
         heading = metric if metric == unit else f"{metric}, {unit}"
         columns.append((heading, lambda row, name=metric: _value(row.metrics, name)))
-        if metric == "time" and any(row.impl != OURS for row in rows):
+        if metric == "time" and ours and any(row.impl != OURS for row in rows):
             columns.append((f"time / {OURS}'s", partial(_ratio, ours=ours)))
         if bound := _CEILING_OF_UNIT.get(unit):
             columns.append((f"of {bound}", partial(_share_of_ceiling, metric=metric, bound=bound)))
@@ -179,21 +180,6 @@ def _share_of_ceiling(row: Row, *, metric: str, bound: str) -> str:
     return f"{row.metrics[metric][0] / row.ceilings[bound][0]:.0%}"
 
 
-def _of_model(rows: Sequence[Row]) -> list[str]:
-    """Case keys whose values differ with the model alone, where there are several."""
-
-    def values(row: Row, key: str) -> str:
-        return text_of(row.case.get(key))
-
-    models = {values(row, "model") for row in rows}
-    return [
-        key
-        for key in varying(rows)
-        if key != "model"
-        and len({(values(row, "model"), values(row, key)) for row in rows}) == len(models) > 1
-    ]
-
-
 def _caption(rows: Sequence[Row]) -> str:
     """Where it ran, what all rows share, what each model is, and the ceilings of each run and kind
     of window."""
@@ -205,7 +191,7 @@ def _caption(rows: Sequence[Row]) -> str:
     for made_by, names in runs.items():
         lines[f"Run {', '.join(names)}: {made_by}."] = None
     for row in rows:
-        if sizes := {key: row.case[key] for key in _of_model(rows) if key in row.case}:
+        if sizes := {key: row.case[key] for key in of_model(rows) if key in row.case}:
             lines[f"{row.case['model']}: {words(sizes)}."] = None
     same = {key: value for key, value in rows[0].case.items() if key not in varying(rows)}
     lines[f"In every row: {words(same)}."] = None
@@ -228,7 +214,7 @@ def _losses(rows: Sequence[Row]) -> list[str]:
         base = ours.get(key_of(row.case))
         competes = not row.impl.startswith((CEILING, VARIANT))
         if competes and base and row.time_ms and row.time_ms < base:
-            differing = [key for key in varying(rows) if key not in _of_model(rows)]
+            differing = [key for key in varying(rows) if key not in of_model(rows)]
             where = words({key: row.case.get(key) for key in differing}) or "the only case"
             lost.append(f"- {row.impl} is {base / row.time_ms:.2f} times as fast: {where}")
     return ["", f"Where {OURS} loses:", *lost] if lost else []

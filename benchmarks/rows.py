@@ -68,6 +68,21 @@ def varying(rows: Sequence[Row]) -> list[str]:
     return [key for key in keys if len({json.dumps(row.case.get(key)) for row in rows}) > 1]
 
 
+def of_model(rows: Sequence[Row]) -> list[str]:
+    """Case keys whose values differ with the model alone, where there are several."""
+
+    def values(row: Row, key: str) -> str:
+        return text_of(row.case.get(key))
+
+    models = {values(row, "model") for row in rows}
+    return [
+        key
+        for key in varying(rows)
+        if key != "model"
+        and len({(values(row, "model"), values(row, key)) for row in rows}) == len(models) > 1
+    ]
+
+
 def words(case: Mapping[str, Any]) -> str:
     """`tokens 64, dtype bfloat16`"""
     return ", ".join(f"{key} {text_of(value)}" for key, value in case.items())

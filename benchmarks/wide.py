@@ -4,7 +4,18 @@ forward and forward+backward in one cell.
 
 from collections.abc import Callable, Mapping, Sequence
 
-from benchmarks.rows import CEILING, OURS, UNEVEN, VARIANT, Row, key_of, number, text_of, varying
+from benchmarks.rows import (
+    CEILING,
+    OURS,
+    UNEVEN,
+    VARIANT,
+    Row,
+    key_of,
+    number,
+    of_model,
+    text_of,
+    varying,
+)
 
 _OF_LOAD = ("skew", "trace", "trace_step", "trace_layer", *UNEVEN)
 
@@ -26,7 +37,8 @@ def lines(rows: Sequence[Row]) -> list[str]:
         rest = {key: value for key, value in row.case.items() if key != "direction"}
         group = grouped.setdefault(key_of(rest), {})
         group[row.impl, row.case["direction"]] = row
-    keys = [k for k in varying(rows) if k not in (*_OF_LOAD, "direction", "tokens")]
+    known = (*_OF_LOAD, "direction", "tokens", *of_model(rows))
+    keys = [key for key in varying(rows) if key not in known]
 
     def cells(group: Mapping[tuple[str, str], Row], impl: str, metric: str) -> str:
         found = [group.get((impl, direction)) for direction in directions]
@@ -44,11 +56,17 @@ def lines(rows: Sequence[Row]) -> list[str]:
         *((_ratio_of(i), lambda _, group, i=i: cells(group, i, "ratio")) for i in ours),
     ]
     table = [[heading for heading, _ in columns], ["---"] * len(columns)]
-    for group in grouped.values():
+    for group in sorted(grouped.values(), key=_place):
         first = next(iter(group.values()))
         table.append([cell(first, group) for _, cell in columns])
     head = f"Each cell: {' / '.join(directions)}; times in ms."
     return [head, "", *("| " + " | ".join(line) + " |" for line in table)]
+
+
+def _place(group: Mapping[tuple[str, str], Row]) -> tuple[str, int]:
+    """A model's lines stand together, by tokens, in whatever run they were measured."""
+    case = next(iter(group.values())).case
+    return text_of(case.get("model", "")), case["tokens"]
 
 
 def _load(row: Row) -> str:

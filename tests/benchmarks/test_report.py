@@ -188,6 +188,18 @@ def test_a_wide_table_has_a_line_for_a_number_of_tokens_and_a_load():
     assert wide_table(latest_rows(timed("ep_moe", 9.0, direction="forward", tokens=1))) == ""
 
 
+def test_a_wide_table_keeps_a_model_together():
+    found = []
+    for model, width, tokens in (("small", 8, 16), ("large", 64, 8), ("small", 8, 4)):
+        found += beside_parts(tokens=tokens, model=model, width=width)
+    lines = cells(wide_table(latest_rows(found)))
+    assert [line[:3] for line in lines] == [
+        ["large", "8", "by the logits"],
+        ["small", "4", "by the logits"],
+        ["small", "16", "by the logits"],
+    ]
+
+
 def test_a_wide_section_without_parts_is_named():
     rows = {"layer": latest_rows(timed("ep_moe", 2, tokens=8))}
     with pytest.raises(ValueError, match=r"layout=wide.*matches no record"):
