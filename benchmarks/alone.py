@@ -49,7 +49,7 @@ class Watched:
 
     def __init__(self, transport: Transport) -> None:
         self.transport, self.caps = transport, transport.caps
-        self.sms = getattr(transport, "sms", None)
+        self.sms = transport.sms
         self.moves: list[Move] = []
         self._plans: list[Plan] = []
 

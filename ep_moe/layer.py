@@ -189,7 +189,9 @@ class MoELayer(nn.Module):
 def moe(x: Tensor, routing: Routing, experts: Experts, transport: Transport) -> Tensor:
     """The layer for callers with their own router: x (T,H), routing of T tokens -> y (T,H).
 
-    `transport` comes from `make_transport(name, experts.ep)`. Checks the routing; its ids on a CPU,
+    `transport` comes from `make_transport(name, experts.ep)`. If x or the gate weights need a
+    gradient on one rank, one of them must on every rank: without, a rank has no dispatch in its
+    backward, and the others wait for it. Checks the routing; its ids on a CPU,
     with a transport that waits for the device anyway, and with EP_MOE_CHECK=1. Otherwise an id that
     is no expert stops the GPU (a device-side assertion).
     """
@@ -198,6 +200,8 @@ def moe(x: Tensor, routing: Routing, experts: Experts, transport: Transport) -> 
         raise InputError("x", f"of shape {tuple(x.shape)}", rule)
     _require_suitable(experts.config, transport)
     look = not (x.is_cuda and transport.caps.graphable) or check.wanted()
+    if routing.ids.device != x.device:
+        raise InputError("routing.ids", f"on {routing.ids.device}", f"on {x.device}, as x")
     routing.validate(len(x), experts.config.num_experts, values=look)
     with torch.cuda.device_of(x):
         return _moe(x, routing, experts, transport)

@@ -44,6 +44,10 @@ class Routing:
                 f"of shape {tuple(gate.shape)}",
                 f"{tuple(ids.shape)}, as ids",
             )
+        if gate.device != ids.device:
+            raise InputError(
+                "routing.gate_weights", f"on {gate.device}", f"on {ids.device}, as ids"
+            )
         if gate.dtype not in (torch.float32, torch.float64):
             raise InputError(
                 "routing.gate_weights", gate.dtype, "torch.float32: cast with .float()"

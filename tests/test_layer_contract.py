@@ -270,6 +270,8 @@ IDS, GATES = torch.tensor([[0, 7], [3, -1]]), torch.ones(2, 2)
         ("routing.ids", float32(2, 16), IDS - 1, GATES),
         ("routing.gate_weights", float32(2, 16), IDS, GATES[:, :1]),
         ("routing.gate_weights", float32(2, 16), IDS, GATES.bfloat16()),
+        ("routing.gate_weights", float32(2, 16), IDS, GATES.to("meta")),
+        ("routing.ids", float32(2, 16), IDS.to("meta"), GATES.to("meta")),
     ],
 )
 def test_bad_calls_of_moe(argument, x, ids, gates):

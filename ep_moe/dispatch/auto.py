@@ -92,6 +92,8 @@ class AutoTransport:
 
     @sms.setter
     def sms(self, sms: int) -> None:
+        if self.transport is not None:
+            raise ConfigError("sms", sms, "set before the first call, which has measured with it")
         self._sms = sms
 
     @property

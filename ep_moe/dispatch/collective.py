@@ -28,6 +28,7 @@ from ep_moe.types import Routing
 
 # A multiprocessor for each of NCCL's channels, whose number it does not tell: as the others take.
 CHANNELS = 16
+PATIENCE = 8  # short calls in a row before the blocks shrink
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +58,8 @@ class CollectiveTransport:
         self.ep = ep
         self.layer, self.calls = next(ep.peers.layers), 0
         self.room = 0  # tokens; the same on every rank
-        self._heads: _Heads | None = None
+        self._spare = 0  # calls in a row that needed less than a quarter of it
+        self._heads: dict[torch.device, _Heads] = {}
 
     def __deepcopy__(self, _: dict[int, Any]) -> "CollectiveTransport":
         return CollectiveTransport(self.ep)  # of a layer of its own
@@ -128,15 +130,17 @@ class CollectiveTransport:
         heads = blocks[:, :, 0, : ops.HEAD]
         if not heads.is_cuda:
             return heads.tolist()
-        if self._heads is None:
-            self._heads = _Heads.make(heads)
-        return self._heads.read(heads)
+        if heads.device not in self._heads:
+            self._heads[heads.device] = _Heads.make(heads)
+        return self._heads[heads.device].read(heads)
 
     def _had_room(self, most: int) -> bool:
-        """Was there room for so many tokens? The next blocks have it, and not much more."""
+        """Was there room for so many tokens? The next blocks have it, and not much more: but a few
+        short calls among long ones leave it as it is, for to grow costs an exchange."""
         enough = most <= self.room
-        if not enough or 4 * most < self.room:  # between the two, sizes that vary a little stay
-            self.room = 1 << max(most - 1, 0).bit_length()
+        self._spare = self._spare + 1 if 4 * most < self.room else 0
+        if not enough or self._spare == PATIENCE:
+            self.room, self._spare = 1 << max(most - 1, 0).bit_length(), 0
         return enough
 
 

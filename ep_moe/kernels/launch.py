@@ -2,9 +2,10 @@
 own launch 30 to 45 of the host, most of it to look again at each argument, option and global that
 the kernel reads. What was compiled for equal arguments is launched as it is, in half of that."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
@@ -15,8 +16,10 @@ class bound:  # a decorator, above @triton.jit
     """Of a kernel whose tensors come first, then its integers, which are not specialised (those of
     64 bits are annotated), then its constants.
 
-    Compiled anew for another device, dtype, constant or option, and where other tensors begin at 16
-    bytes.
+    Compiled anew for another device, dtype, constant or option, where other tensors begin at 16
+    bytes, and on AMD where others are so large that 32 bits do not address them. What changes in
+    Triton's own settings after that, or in a global that the kernel reads, it does not see. Nor
+    does it see a tensor of the CPU: who calls it has to.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -41,13 +44,42 @@ class bound:  # a decorator, above @triton.jit
         bits = 0
         for pointer in pointers:
             bits |= pointer
-        aligned = not bits % 16 or tuple(pointer % 16 for pointer in pointers)
+        form: object = not bits % 16 or tuple(pointer % 16 == 0 for pointer in pointers)
+        if torch.version.hip:
+            form = form, tuple(tensor is None or _near(tensor) for tensor in tensors)
+        compiled, last = self._compiled(form, dtypes, tensors, integers, constants)
+        compiled[grid](*pointers, *integers, *last)  # of each tensor it would ask the driver
+
+    def prepare(
+        self,
+        dtypes: Sequence[torch.dtype | None],
+        integers: tuple[int, ...],
+        constants: Mapping[str, Any],
+    ) -> None:
+        """Compile and load, on NVIDIA, what a launch with such tensors will need: the capture of a
+        CUDA graph should hold neither."""
+        if isinstance(self.kernel, triton.runtime.JITFunction) and not torch.version.hip:
+            compiled, _ = self._compiled(True, dtypes, dtypes, integers, constants)
+            _ = compiled[1, 1, 1]  # loads it
+
+    def _compiled(
+        self,
+        form: object,
+        dtypes: Sequence[torch.dtype | None],
+        tensors: Sequence[Tensor | torch.dtype | None],
+        integers: tuple[int, ...],
+        constants: Mapping[str, Any],
+    ) -> tuple[Any, tuple]:
+        """-> the kernel for such arguments, and the constants in its order"""
         device = triton.runtime.driver.active.get_current_device()
-        key = (device, aligned, *dtypes, *constants.values())
+        key = (device, form, *dtypes, *constants.values())
         found = self.compiled.get(key)
         if found is None:
-            compiled = self.kernel.warmup(*tensors, *integers, grid=grid, **constants)
+            compiled = self.kernel.warmup(*tensors, *integers, grid=(1, 1, 1), **constants)
             found = compiled, tuple(constants[name] for name in self.constants)
             self.compiled[key] = found
-        compiled, last = found
-        compiled[grid](*pointers, *integers, *last)  # of each tensor it would ask the driver
+        return found
+
+
+def _near(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() < 2**31

@@ -58,10 +58,9 @@ def _count(ids, counts, slots, E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.co
     look at ids."""
     block = tl.program_id(0)
     slot = block * BLOCK + tl.arange(0, BLOCK)
-    expert = tl.load(ids + slot, mask=slot < slots, other=-1).to(tl.int32)
-    tl.device_assert(
-        (expert >= -1) & (expert < E), "ep_moe: an id that is neither -1 nor an expert"
-    )
+    id = tl.load(ids + slot, mask=slot < slots, other=-1)
+    tl.device_assert((id >= -1) & (id < E), "ep_moe: an id that is neither -1 nor an expert")
+    expert = id.to(tl.int32)
     bins = tl.histogram(expert, BINS, mask=expert >= 0)
     of_bin = tl.arange(0, BINS)
     tl.store(counts + block.to(tl.int64) * E + of_bin, bins, mask=of_bin < E)

@@ -35,6 +35,7 @@ def send_order(
     offsets = blocks.new_empty(ranks + 1)
     choices = triton.next_power_of_2(top_k)
     lanes = max(min(triton.cdiv(tokens, LANE), MOST // ranks), 1)
+    lanes = triton.next_power_of_2(lanes + 1) // 2  # rounded down: each number is compiled
     constants = {
         "EACH": num_experts // ranks,
         "W": ranks,

@@ -293,8 +293,7 @@ def _choices(
     k = tl.arange(0, CHOICES)
     mask = (token < end)[:, None] & (k < K)[None, :]
     id = tl.load(ids + token.to(tl.int64)[:, None] * K + k[None, :], mask=mask, other=-1)
-    id = id.to(tl.int32)
     tl.device_assert((id >= -1) & (id < EACH * W), "ep_moe: an id that is neither -1 nor an expert")
-    local = id - to * EACH
+    local = id.to(tl.int32) - to * EACH
     local = tl.where((local >= 0) & (local < EACH), local, -1)
     return token, local, (tl.max(local, 1) >= 0).to(tl.int32)

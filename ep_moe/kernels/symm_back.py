@@ -47,7 +47,9 @@ def combine(rows: Tensor, order: Order, link: Link) -> Tensor:
     programs = constants["PUSHERS"] + constants["SUMMERS"]
     tensors = (rows, out, order.words, *link.tensors)
     _combine((programs, 1, 1), tensors, (*link.integers(tokens), summed), constants)
-    if summed < tokens:
+    if few:
+        _prepare_graph(rows.dtype, rows.device, ranks, width, link.programs)
+    elif summed < tokens:
         constants = _constants_of_others(ranks, width, item)
         grid = (tokens - summed, triton.cdiv(width, constants["COLUMNS"]), 1)
         _sum_others(grid, (rows, out, order.words, link.peers), (link.rank, summed), constants)
@@ -76,6 +78,19 @@ def _constants_of_others(ranks: int, width: int, item: int) -> dict[str, int]:
     columns = min(2048, triton.next_power_of_2(width))
     warps = max(1, columns * item // 512)
     return {"W": ranks, "WIDTH": width, "COLUMNS": columns, "num_warps": warps}
+
+
+@cache
+def _prepare_graph(
+    dtype: torch.dtype, device: torch.device, ranks: int, width: int, programs: int
+) -> None:
+    """What the same call launches in a graph, which `layer.warmup` does not see."""
+    constants = _constants(ranks, width, dtype.itemsize, programs, few=False)
+    ints, longs = torch.int32, torch.int64
+    tensors = (dtype, dtype, ints, longs, ints, ints)  # as in `combine`
+    _combine.prepare(tensors, (0, 0, 0, 0, 0), constants)
+    others = _constants_of_others(ranks, width, dtype.itemsize)
+    _sum_others.prepare((dtype, dtype, ints, longs), (0, 0), others)
 
 
 @bound

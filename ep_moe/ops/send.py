@@ -2,7 +2,8 @@
 
 A message is a block of lines for each rank, of a size that does not depend on the data: a line that
 says how many lines are filled, then a line for each row that will follow. So one exchange of equal
-blocks, which needs no counts, brings the counts too. On a GPU one launch makes all that is sent,
+blocks, which needs no counts, brings the counts too; each has room for all tokens of a rank, which
+on very many ranks is far more than the rows of a pair. On a GPU one launch makes all that is sent,
 and one reads what arrived (`ep_moe.kernels.send`); neither waits for the host.
 """
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe import ConfigError, ExpertParallel, Routing, make_transport
-from ep_moe.dispatch import TRANSPORTS
+from ep_moe.dispatch import TRANSPORTS, collective
 from ep_moe.dispatch.needs import V1_RANKS
 from ep_moe.testing import assert_close, run_ranks
 from tests.dispatch.fake_deepep import GENERATIONS, stand_in
@@ -263,6 +263,7 @@ def test_group_of_one_in_a_larger_world():
 
 def rank_of_varying_sizes(rank, tokens):
     """Room and exchanges of blocks after each call, and whether what arrived is right."""
+    collective.PATIENCE = 3
     transport = make_transport("collective", ExpertParallel.resolve(dist.group.WORLD))
     exchange, sizes, found = dist.all_to_all_single, [], []
 
@@ -284,8 +285,10 @@ def rank_of_varying_sizes(rank, tokens):
 
 def test_blocks_have_room_for_what_the_busiest_rank_sends():
     """(exchanges, tokens that the last blocks have room for, those of the next): the first call
-    learns it, a larger one too, and a much smaller one makes the next blocks smaller."""
-    tokens = [(3, 5), (8, 1), (2, 7), (9, 40), (33, 0), (20, 16), (15, 1), (3, 4), (4, 5), (0, 0)]
-    expected = [(3, 8, 8), (2, 8, 8), (2, 8, 8), (3, 64, 64), (2, 64, 64), (2, 64, 64)]
-    expected += [(2, 64, 16), (2, 16, 16), (2, 16, 16), (2, 16, 1)]
+    learns it, a larger one too, and three much smaller ones in a row make the next blocks smaller.
+    """
+    tokens = [(3, 5), (8, 1), (2, 7), (9, 40), (15, 1), (33, 0), (20, 16)]
+    expected = [(3, 8, 8), (2, 8, 8), (2, 8, 8), (3, 64, 64), *[(2, 64, 64)] * 3]
+    tokens += [(15, 1), (3, 4), (4, 5), (0, 0)]
+    expected += [(2, 64, 64), (2, 64, 64), (2, 64, 8), (2, 8, 8)]
     assert run_ranks(rank_of_varying_sizes, 2, tokens) == [expected, expected]

@@ -1,15 +1,19 @@
-"""A kernel launched bound, for GPUs that are not here: prints how often it was compiled after each
-launch. `python -m tests.kernels.bound_once`."""
+"""A kernel launched bound, for GPUs that are not here: prints how often it was compiled for each
+launch. `python -m tests.kernels.bound_once TARGET CASE`."""
+
+import sys
+from functools import partial
 
 import torch
 
+from ep_moe.kernels.symm_back import combine
+from ep_moe.kernels.window import Link, Order
 from tests.kernels.stand_in import StandIn
-from tests.kernels.test_launch import scaled
+from tests.kernels.test_launch import _scaled, scaled
 
 
-def main() -> None:
-    driver, compiled = StandIn("sm_90"), []
-    x = torch.zeros(65)
+def on_nvidia(driver: StandIn) -> list[int]:
+    compiled, x = [], torch.zeros(65)
 
     def launch(*args: object, **how: object) -> None:
         scaled(*args, **how)
@@ -25,8 +29,38 @@ def main() -> None:
     launch(x[:64], None, scale=3)
     launch(x[:64], None, warps=2)
     launch(x[:64], None)
-    print(*compiled)
+    at, more, *numbers = (driver.launched[i] for i in (-7, -6, -4, -3, -2, -1))
+    assert [at, more, *numbers] == [x.data_ptr(), 0, 64, 3 << 40, 2, 64]
+    constants = {"SCALE": 5, "BLOCK": 64, "num_warps": 4}
+    _scaled.prepare((x.dtype, None, x.dtype), (0, 0), constants)
+    compiled.append(len(driver.take()))
+    launch(x[:64], None, scale=5)
+    return compiled
+
+
+def on_amd(driver: StandIn) -> list[int]:
+    """Its addresses in a tensor may have 32 bits."""
+    compiled = []
+    for size in (2**20, 2**30, 2**20, 2**30):
+        scaled(torch.empty(size, device="meta"), None)
+        compiled.append(len(driver.take()))
+    return compiled
+
+
+def of_few_tokens(driver: StandIn) -> list[int]:
+    """What a graph will launch is there after the first call, and it is what many tokens take."""
+    compiled = []
+    ints = partial(torch.empty, dtype=torch.int32, device="meta")
+    peers = torch.empty(3, dtype=torch.int64, device="meta")
+    link = Link(peers, ints(128), ints(4), rank=0, most=2048, programs=16, timeout_ns=10**12)
+    rows = torch.empty(4096, 256, dtype=torch.bfloat16, device="meta")
+    for tokens in (128, 128, 129, 2048):
+        combine(rows, Order(ints(4 * (1 + tokens)), tokens), link)
+        compiled.append(len(driver.take()))
+    return compiled
 
 
 if __name__ == "__main__":
-    main()
+    target, case = sys.argv[1:]
+    cases = {"scaled": on_nvidia, "large": on_amd, "few": of_few_tokens}
+    print(*cases[case](StandIn(target)))

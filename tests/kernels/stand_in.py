@@ -27,6 +27,7 @@ class StandIn:
     def __init__(self, target: str) -> None:
         self.target, self.utils = target, self
         self.built: list[dict[str, Any]] = []
+        self.launched: tuple[Any, ...] = ()  # what the last launch was given
         triton.runtime.driver.set_active(self)
         torch.version.hip = "a stand-in" if TARGETS[target].backend == "hip" else None
 
@@ -48,7 +49,10 @@ class StandIn:
         return {"max_shared_mem": SHARED_MEMORY[self.target], "multiprocessor_count": 132}
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        return lambda *args, **kwargs: None
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self.launched = args
+
+        return launch
 
     def unload_module(self, module: Any) -> None:
         pass

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import triton
 import triton.language as tl
@@ -44,13 +45,21 @@ def test_each_launch_has_its_own_arguments(device):
         assert torch.equal(scaled(x[:0], None), x[:0])
 
 
-def test_it_is_compiled_once_for_equal_arguments():
+@pytest.mark.parametrize(
+    ("target", "case", "compiled"),
+    [
+        ("sm_90", "scaled", [1, 0, 0, 1, 0, 1, 1, 1, 1, 0, 1, 0]),
+        ("gfx942", "large", [1, 1, 0, 0]),
+        ("sm_90", "few", [3, 0, 0, 0]),
+    ],
+)
+def test_it_is_compiled_once_for_equal_arguments(target, case, compiled):
     run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.bound_once"],
+        [sys.executable, "-m", "tests.kernels.bound_once", target, case],
         capture_output=True,
         text=True,
         check=True,
         env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
     )
-    assert [int(number) for number in run.stdout.split()] == [1, 0, 0, 1, 0, 1, 1, 1, 1, 0]
+    assert [int(number) for number in run.stdout.split()] == compiled
