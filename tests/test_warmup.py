@@ -16,6 +16,7 @@ from ep_moe import (
 )
 from ep_moe.testing import run_ranks
 from tests.dispatch.windows import ON_GPUS
+from tests.graphs import Captured, replayed
 from tests.test_layer import small_config
 
 
@@ -122,17 +123,10 @@ def captured_at_once(rank):
     layer.warmup(33)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = step()
+        outputs = step()
         with pytest.raises(BackendUnavailable, match=r"warmup\(\).*call it before"):
             layer.warmup(33)
-    pairs = []
-    for _ in range(3):
-        with torch.no_grad():
-            x.normal_()
-        graph.replay()
-        found = [value.clone() for value in captured]
-        pairs += zip(found, step(), strict=True)
-    return [torch.equal(got, expected) for got, expected in pairs]
+    return replayed([Captured(graph, outputs, step)], x)
 
 
 @pytest.mark.gpu

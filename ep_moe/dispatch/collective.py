@@ -8,8 +8,9 @@ and the blocks say them), and one exchange of rows. Rows are packed, in one laun
 exchange runs and before the host knows how many there are; a token's returned rows are added up in
 one.
 
-The blocks have room for as many tokens as the busiest rank had lately. All ranks read the same
-numbers of tokens in them, so all see alike when that was too few, and send larger ones.
+The blocks have room for as many rows as the largest of any rank had lately (among few ranks: for
+the tokens of the busiest one). Each says what its sender needed, so that all ranks see alike when
+that was too little, and send larger ones.
 """
 
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ class CollectiveTransport:
     def __init__(self, ep: ExpertParallel, max_tokens_per_rank: int | None = None) -> None:
         self.ep = ep
         self.layer, self.calls = next(ep.peers.layers), 0
-        self.room = 0  # tokens; the same on every rank
+        self.room = 0  # lines of a block; the same on every rank
         self._spare = 0  # calls in a row that needed less than a quarter of it
         self._heads: dict[torch.device, _Heads] = {}
 
@@ -83,7 +84,7 @@ class CollectiveTransport:
                 if work is not None:
                     work.wait()
                 sent_heads, arrived_heads = self._read(both)
-            if self._had_room(max(tokens for _, _, tokens in arrived_heads)):
+            if self._had_room(max(needed for _, _, needed in arrived_heads)):
                 break
 
         splits = Splits([rows for rows, *_ in sent_heads], [rows for rows, *_ in arrived_heads])
@@ -135,7 +136,7 @@ class CollectiveTransport:
         return self._heads[heads.device].read(heads)
 
     def _had_room(self, most: int) -> bool:
-        """Was there room for so many tokens? The next blocks have it, and not much more: but a few
+        """Was there room for so many rows? The next blocks have it, and not much more: but a few
         short calls among long ones leave it as it is, for to grow costs an exchange."""
         enough = most <= self.room
         self._spare = self._spare + 1 if 4 * most < self.room else 0

@@ -2,8 +2,7 @@
 
 A message is a block of lines for each rank, of a size that does not depend on the data: a line that
 says how many lines are filled, then a line for each row that will follow. So one exchange of equal
-blocks, which needs no counts, brings the counts too; each has room for all tokens of a rank, which
-on very many ranks is far more than the rows of a pair. On a GPU one launch makes all that is sent,
+blocks, which needs no counts, brings the counts too. On a GPU one launch makes all that is sent,
 and one reads what arrived (`ep_moe.kernels.send`); neither waits for the host.
 """
 
@@ -13,7 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-HEAD = 3  # numbers in the first line of a block: its rows, the choices among them, the sender's T
+# Numbers in the first line of a block: its rows, the choices among them, and how many lines the
+# sender's largest block needs.
+HEAD = 3
+FEW = 8  # ranks to which that is simply T; among more, whom few rows of each rank go, it is counted
 
 
 class SendOrder(NamedTuple):
@@ -44,9 +46,9 @@ def send_order(ids: Tensor, gates: Tensor, num_experts: int, blocks: Tensor) -> 
     [w, w+1) * num_experts / W.
 
     ids (T,K) int32 or int64, -1 = nowhere; gates (T,K) fp32 or fp64. Writes blocks (W, 1+lines,
-    width), one for each rank: [rows, choices, T], then for each row the receiver's own expert ids,
-    -1 for those of others, and the gates' bits. Rows that find no line are counted alone; lines
-    behind the last row are not written.
+    width), one for each rank: [rows, choices, lines that the largest block needs, or T among few
+    ranks], then for each row the receiver's own expert ids, -1 for those of others, and the gates'
+    bits. Rows that find no line are counted alone; lines behind the last row are not written.
 
     The example of `SendOrder` with gates a to d -> [[[2,3,2], [0,1,a,b], [-1,0,c,d]],
                                                      [[1,1,2], [1,-1,c,d], [?,?,?,?]]]
@@ -54,8 +56,12 @@ def send_order(ids: Tensor, gates: Tensor, num_experts: int, blocks: Tensor) -> 
     if ids.is_cuda:
         from ep_moe.kernels.send import send_order as kernel
 
-        return SendOrder(*kernel(ids, gates, num_experts, blocks))
-    return send_order_ref(ids, gates, num_experts, blocks)
+        order = SendOrder(*kernel(ids, gates, num_experts, blocks))
+    else:
+        order = send_order_ref(ids, gates, num_experts, blocks)
+    if len(blocks) > FEW:
+        blocks[:, 0, 2] = order.offsets.diff().max()
+    return order
 
 
 def send_order_ref(ids: Tensor, gates: Tensor, num_experts: int, blocks: Tensor) -> SendOrder:

@@ -23,6 +23,7 @@ from tests.dispatch.ep_cases import (
     note_moves,
 )
 from tests.dispatch.windows import ON_GPUS
+from tests.graphs import capture, replayed
 
 CHECK = {"EP_MOE_CHECK": "1"}
 
@@ -314,21 +315,7 @@ def captured_parts(rank):
         return (layer(layer(x)[0])[0],)
 
     layer.warmup(33)
-    graphs = []
-    for work in (step, infer):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = work()
-        graphs.append((graph, captured, work))
-    pairs = []
-    for turn in range(6):
-        with torch.no_grad():
-            x.normal_()
-        graph, captured, work = graphs[turn % 3 // 2]
-        graph.replay()
-        found = [value.clone() for value in captured]
-        pairs += zip(found, work(), strict=True)
-    return [torch.equal(got, expected) for got, expected in pairs]
+    return replayed([capture(step), capture(infer)], x)
 
 
 @pytest.mark.gpu

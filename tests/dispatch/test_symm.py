@@ -27,6 +27,7 @@ from tests.dispatch.ep_cases import compare, expert_parallel, one_process
 from tests.dispatch.test_expert_parallel import CASES
 from tests.dispatch.test_transports import Kind, check_moves, moves
 from tests.dispatch.windows import ON_GPUS, needs_interpreter, share_files
+from tests.graphs import capture, replayed
 
 MOST = 40  # tokens of a rank
 
@@ -138,21 +139,7 @@ def captured_steps(rank, transport):
         infer()
         torch.cuda.set_sync_debug_mode("default")
     stream.synchronize()
-    graphs = []
-    for work in (step, infer):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            captured = work()
-        graphs.append((graph, captured, work))
-    pairs = []
-    for turn in range(6):
-        with torch.no_grad():
-            x.normal_()
-        graph, captured, work = graphs[turn % 3 // 2]
-        graph.replay()
-        found = [value.clone() for value in captured]
-        pairs += zip(found, work(), strict=True)
-    return [torch.equal(got, expected) for got, expected in pairs]
+    return replayed([capture(step, stream=stream), capture(infer, stream=stream)], x)
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from torch import Tensor
 from ep_moe import ConfigError, ExpertParallel, Routing, make_transport
 from ep_moe.dispatch import TRANSPORTS, collective
 from ep_moe.dispatch.needs import V1_RANKS
+from ep_moe.ops import send
 from ep_moe.testing import assert_close, run_ranks
 from tests.dispatch.fake_deepep import GENERATIONS, stand_in
 from tests.dispatch.windows import ON_GPUS, needs_interpreter, share_files
@@ -292,3 +293,18 @@ def test_blocks_have_room_for_what_the_busiest_rank_sends():
     tokens += [(15, 1), (3, 4), (4, 5), (0, 0)]
     expected += [(2, 64, 64), (2, 64, 64), (2, 64, 8), (2, 8, 8)]
     assert run_ranks(rank_of_varying_sizes, 2, tokens) == [expected, expected]
+
+
+def rank_among_many(rank, tokens):
+    send.FEW = 1  # as if there were many
+    return rank_of_varying_sizes(rank, tokens)
+
+
+def test_blocks_among_many_ranks_have_room_for_the_rows_of_a_pair():
+    """All ranks see alike how large the largest is, though each sees its own alone."""
+    first, second = run_ranks(rank_among_many, 2, [(3, 5), (8, 1), (9, 33), (0, 30), (30, 0)])
+    assert first == second
+    rooms = [room for _, _, room in first]
+    assert rooms[1] <= 8
+    assert rooms[2:] == [32, 32, 32]  # of 33 tokens some go to one of the two ranks alone
+    assert [exchanges for exchanges, *_ in first[2:]] == [3, 2, 2]
