@@ -59,7 +59,8 @@ def watched_layer(monkeypatch, **changes) -> tuple[Watch, MoELayer]:
     watch = Watch()
     monkeypatch.setattr(nodes, "SecondStream", watch)
     layer = MoELayer(replace(WITH_SHARED, **changes), dist.group.WORLD).double()
-    watch.follow(layer.transport, "replay", "out")  # which a dispatch, too, ends with
+    watch.follow(layer.transport, "dispatch", "out")
+    watch.follow(layer.transport, "replay", "out")
     watch.follow(layer.transport, "combine", "back")
     watch.follow(layer.shared_experts, "forward", "shared")
     watch.follow(layer.experts, "forward", "experts")

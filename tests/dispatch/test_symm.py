@@ -176,8 +176,10 @@ def test_what_it_refuses(monkeypatch):
 
 
 def test_a_group_without_a_timeout():
-    ep = SimpleNamespace(peers=SimpleNamespace(timeout=math.inf))
-    assert symm.SymmTransport._timeout_ns.fget(SimpleNamespace(ep=ep)) == 2**62
+    peers = SimpleNamespace(timeout=math.inf, layers=iter("1"))
+    transport = symm.SymmTransport(SimpleNamespace(peers=peers, rank=0), 3)
+    window = SimpleNamespace(peers=None, epochs=None, failure=None)
+    assert transport._link(window).timeout_ns == 2**62
 
 
 def too_many(rank, folder):

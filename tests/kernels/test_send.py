@@ -13,8 +13,9 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     """Every op takes its kernel, on a CPU too."""
-    monkeypatch.setattr(ops, "send_order", lambda *args: ops.SendOrder(*send.send_order(*args)))
-    monkeypatch.setattr(ops, "open_blocks", send.open_blocks)
+    order = "ep_moe.ops.send.send_order_ref"
+    monkeypatch.setattr(order, lambda *args: ops.SendOrder(*send.send_order(*args)))
+    monkeypatch.setattr("ep_moe.ops.send.open_blocks_ref", send.open_blocks)
 
 
 SMALL = {"SCANNED": 256, "LANE": 64, "LINES": 32}
