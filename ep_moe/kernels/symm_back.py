@@ -194,7 +194,8 @@ def _sum_others(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Grid (tokens from `summed` on, blocks of columns)."""
+    """Grid (tokens from `summed` on, blocks of columns); the last first: what arrived last is still
+    in the cache."""
     token = summed + tl.num_programs(0) - 1 - tl.program_id(0) + tl.arange(0, 1)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     _sum(rows, out, order, tl.load(peers + rank), rank, token, token >= 0, c, W, WIDTH)
