@@ -1,18 +1,19 @@
 """Plots of the rows that the tables show. matplotlib comes with the extra `report`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.rows import UNEVEN, Row, of_model, varying, words
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
 
 def plot(rows: Sequence[Row], path: Path, *, metric: str | None = None) -> None:
     """Rows of one bench and device against tokens per rank, a panel for each combination of the
-    other case values.
+    other case values. The same rows give the same file.
 
     TFLOP/s with the dense product as a dashed line, or else ms; of a breakdown, stacked bars of its
     outermost stages; or the metric that is asked for, of the rows that have it.
@@ -30,23 +31,35 @@ def plot(rows: Sequence[Row], path: Path, *, metric: str | None = None) -> None:
     for row in rows:
         rest = {key: row.case[key] for key in apart if key in row.case}
         panels.setdefault(words(rest), []).append(row)
-    size = (7, 3.5 * len(panels))
-    figure, grid = pyplot.subplots(len(panels), figsize=size, squeeze=False, layout="constrained")
-    for axes, (title, panel) in zip(grid[:, 0], panels.items(), strict=True):
-        draw = _stages if "total" in panel[0].metrics else _lines
+    columns = 2 if len(panels) == 4 else min(len(panels), 3)
+    lines = -(-len(panels) // columns)
+    size = (2 + 4 * columns, 3 * lines)
+    figure, grid = pyplot.subplots(
+        lines, columns, figsize=size, squeeze=False, layout="constrained"
+    )
+    colors = {impl: f"C{i % 10}" for i, impl in enumerate(dict.fromkeys(row.impl for row in rows))}
+    named: dict[str, Artist] = {}
+    for axes, (title, panel) in zip(grid.flat, panels.items(), strict=False):
         panel = sorted(panel, key=lambda row: row.case["tokens"])
-        if metric is None:
-            draw(axes, panel)
+        if metric is None and "total" in panel[0].metrics:
+            _stages(axes, panel)
         else:
-            _lines(axes, panel, metric)
+            _lines(axes, panel, colors, metric)
         axes.set_title(title, fontsize="small")
         axes.set_xlabel("tokens per rank")
-        axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path, dpi=120)
+        handles, labels = axes.get_legend_handles_labels()
+        named |= dict(zip(labels, handles, strict=True))
+    for axes in grid.flat[len(panels) :]:
+        axes.set_axis_off()
+    figure.legend(named.values(), named, fontsize="small", loc="outside right upper")
+    with matplotlib.rc_context({"svg.hashsalt": path.name, "svg.fonttype": "none"}):
+        figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
 
 
-def _lines(axes: "Axes", rows: Sequence[Row], metric: str | None = None) -> None:
+def _lines(
+    axes: "Axes", rows: Sequence[Row], colors: Mapping[str, str], metric: str | None
+) -> None:
     if metric is None:
         metric = "TFLOP/s" if all("TFLOP/s" in row.metrics for row in rows) else "time"
     for impl in dict.fromkeys(row.impl for row in rows):
@@ -55,6 +68,7 @@ def _lines(axes: "Axes", rows: Sequence[Row], metric: str | None = None) -> None
             [row.case["tokens"] for row in mine],
             [row.metrics[metric][0] for row in mine],
             "o-",
+            color=colors[impl],
             label=impl,
         )
     if metric == "TFLOP/s" and "matmul" in rows[0].ceilings:

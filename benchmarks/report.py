@@ -31,7 +31,7 @@ from ep_moe.config import parse_args
 
 _CEILING_OF_UNIT = {"TFLOP/s": "matmul", "TB/s": "copy"}
 _KEPT_IN_RECORDS = ("calls",)  # metrics that no table shows
-_SECTION = re.compile(r"(<!-- table:(\w+)([^>]*?) ?-->\n).*?(<!-- /table:\2 -->)", re.DOTALL)
+_SECTION = re.compile(r"(<!-- (table|plot):(\w+)([^>]*?) ?-->\n).*?(<!-- /\2:\3 -->)", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +40,13 @@ class ReportConfig:
 
     `<!-- table:layer tokens=4096 device=H200 -->` to `<!-- /table:layer -->` holds the bench
     `layer`: here the rows with that value in their case and that text in their device's name. With
-    `layout=wide` it has one line for a number of tokens and a load (`benchmarks.wide`).
+    `layout=wide` it has one line for a number of tokens and a load (`benchmarks.wide`). In the same
+    way `<!-- plot:dispatch file=PATH metric=GB/s tokens=4096 -->` draws a picture and shows it.
 
     Args:
         results: folder of the records, one <bench>.jsonl each
-        readme: rewrite the marked sections of this file instead of printing every table
+        readme: rewrite the marked sections of this file instead of printing every table, and draw
+            the plots that it shows (needs matplotlib, the extra `report`)
         plots: also draw <bench>.<device>.png into this folder, and, of layers beside their parts,
             <bench>_ratio.<device>.png (needs matplotlib, the extra `report`)
     """
@@ -74,20 +76,30 @@ def wide_table(rows: Sequence[Row]) -> str:
     )
 
 
-def rewrite(text: str, rows_of_bench: Mapping[str, Sequence[Row]]) -> str:
-    """Fill every marked section. Raises ValueError for a marker that matches no row."""
+def rewrite(text: str, rows_of_bench: Mapping[str, Sequence[Row]], folder: Path) -> str:
+    """Fill every marked section, and draw the plots into their files in `folder`. Raises ValueError
+    for a marker that matches no row, or a plot that does not name its file."""
 
     def section(match: re.Match[str]) -> str:
-        opening, bench, filters, closing = match.groups()
+        opening, kind, bench, filters, closing = match.groups()
         wanted = dict(word.split("=", 1) for word in filters.split())
-        layout = {"long": table, "wide": wide_table}[wanted.pop("layout", "long")]
+        layout, metric = wanted.pop("layout", "long"), wanted.pop("metric", None)
+        file = wanted.pop("file", "")
         rows = [row for row in rows_of_bench.get(bench, ()) if _matches(row, wanted)]
-        rows = wide.has_parts(rows) if layout is wide_table else rows
+        if layout == "wide" or metric == "ratio":
+            rows = wide.has_parts(rows)
         if not rows:
             raise ValueError(
                 f"{opening.strip()} matches no record; there are records of {sorted(rows_of_bench)}"
             )
-        return f"{opening}\n{layout(rows)}\n\n{closing}"
+        if kind == "plot":
+            if not file:
+                raise ValueError(f"{opening.strip()} must name a picture, such as file={bench}.svg")
+            plot(rows, folder / file, metric=metric)
+            what = f"{bench}: {metric or 'time'} against tokens per rank; {words(wanted)}"
+            return f"{opening}\n![{what}]({file})\n\n{closing}"
+        made = {"long": table, "wide": wide_table}[layout](rows)
+        return f"{opening}\n{made}\n\n{closing}"
 
     return _SECTION.sub(section, text)
 
@@ -99,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     if config.readme:
         readme = Path(config.readme)
-        readme.write_text(rewrite(readme.read_text(), rows_of_bench))
+        readme.write_text(rewrite(readme.read_text(), rows_of_bench, readme.parent))
     else:
         for bench, rows in rows_of_bench.items():
             print(f"## {bench}\n\n{table(rows)}\n")

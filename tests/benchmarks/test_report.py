@@ -1,5 +1,6 @@
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -7,6 +8,7 @@ from benchmarks.records import Record
 from benchmarks.report import main, rewrite, table, wide_table
 from benchmarks.rows import latest_rows
 
+HERE = Path()
 TIMED = {"method": "events", "window_ms": 300.0}
 
 
@@ -103,19 +105,50 @@ after
 
 def test_a_marked_section_is_rewritten_and_again_to_the_same():
     rows = {"layer": latest_rows([*timed("ep_moe", 2, tokens=8), *timed("ep_moe", 3, tokens=16)])}
-    text = rewrite(README, rows)
+    text = rewrite(README, rows, HERE)
     assert cells(text) == [["ep_moe", "2 (1.5 to 3)", "1", ""]]
     assert "old" not in text
     assert text.startswith("before\n<!-- table:layer tokens=8 device=X -->\n")
     assert text.endswith("<!-- /table:layer -->\nafter\n")
-    assert rewrite(text, rows) == text
+    assert rewrite(text, rows, HERE) == text
 
 
 @pytest.mark.parametrize("old, new", [("tokens=8", "tokens=9"), ("device=X", "device=Z")])
 def test_a_marker_that_matches_nothing_is_named(old, new):
     rows = {"layer": latest_rows(timed("ep_moe", 2, tokens=8))}
     with pytest.raises(ValueError, match=rf"{new}.*matches no record; .*\['layer'\]"):
-        rewrite(README.replace(old, new), rows)
+        rewrite(README.replace(old, new), rows, HERE)
+
+
+PLOT = "<!-- plot:layer file=a.svg tokens=8 -->\n<!-- /plot:layer -->\n"
+
+
+def test_a_marked_plot_is_drawn_beside_the_text_and_again_to_the_same(tmp_path):
+    pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
+    records = [*timed("ep_moe", 2, tokens=8), *timed("peer", 3, tokens=8)]
+    rows = {"layer": latest_rows([*records, *timed("another", 3, tokens=16)])}
+    text = rewrite(PLOT, rows, tmp_path)
+    assert "\n![layer: time against tokens per rank; tokens 8](a.svg)\n" in text
+    drawn = (tmp_path / "a.svg").read_text()
+    assert ">peer<" in drawn
+    assert ">another<" not in drawn
+    assert rewrite(text, rows, tmp_path) == text
+    assert (tmp_path / "a.svg").read_text() == drawn
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("tokens=8", "tokens=9", "tokens=9.*matches no record"),
+        ("tokens=8", "metric=ratio", "metric=ratio.*matches no record"),
+        ("file=a.svg ", "", "plot:layer tokens=8 .*must name a picture"),
+    ],
+)
+def test_a_plot_that_cannot_be_drawn_is_named(old, new, message, tmp_path):
+    rows = {"layer": latest_rows(timed("ep_moe", 2, tokens=8))}
+    with pytest.raises(ValueError, match=message):
+        rewrite(PLOT.replace(old, new), rows, tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_command_rewrites_a_readme(tmp_path):
@@ -184,7 +217,7 @@ def test_a_wide_table_has_a_line_for_a_number_of_tokens_and_a_load():
     assert cells(wide_table(rows)) == lines
     assert "loses" not in table(rows)  # a variant is ours
     readme = README.replace("tokens=8 device=X", "device=X layout=wide")
-    assert cells(rewrite(readme, {"layer": rows})) == lines
+    assert cells(rewrite(readme, {"layer": rows}, HERE)) == lines
     assert wide_table(latest_rows(timed("ep_moe", 9.0, direction="forward", tokens=1))) == ""
 
 
@@ -203,7 +236,7 @@ def test_a_wide_table_keeps_a_model_together():
 def test_a_wide_section_without_parts_is_named():
     rows = {"layer": latest_rows(timed("ep_moe", 2, tokens=8))}
     with pytest.raises(ValueError, match=r"layout=wide.*matches no record"):
-        rewrite(README.replace("tokens=8 device=X", "layout=wide"), rows)
+        rewrite(README.replace("tokens=8 device=X", "layout=wide"), rows, HERE)
 
 
 def test_what_follows_from_the_model_stands_above_the_table():
