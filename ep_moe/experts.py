@@ -19,6 +19,7 @@ from ep_moe import ops
 from ep_moe.config import MoEConfig
 from ep_moe.exact import exact_gated, exact_linear
 from ep_moe.kernels.device import leaving, left
+from ep_moe.measure import in_stage
 from ep_moe.parallel import ExpertParallel
 from ep_moe.types import Arrived, Packed
 
@@ -70,7 +71,7 @@ class Experts(nn.Module):
         """Arrived rows (A,H) -> (A,H): for each row the gate-weighted sum over its experts that
         live here."""
         parameters = (self.w_gate_up, self.w_down, self.b_gate_up, self.b_down)
-        with torch.profiler.record_function("ep_moe.experts"):
+        with in_stage("experts"):
             return _ExpertMLP.apply(
                 arrived.rows,
                 arrived.gate_weights,
@@ -131,12 +132,12 @@ class _ExpertMLP(torch.autograd.Function):
         grad_scale: float,
         keep: bool,
     ) -> Tensor:
-        with torch.profiler.record_function("ep_moe.permute"):
+        with in_stage("permute"):
             packed = ops.pack(local_ids, len(w_gate_up), max_packed)
         keep = keep and config.experts_keep == "pre_activation"
         hidden = _hidden(rows, gates, w_gate_up, b_gate_up, packed, config, keep=keep)
         y = ops.grouped_gemm(hidden.h, w_down, packed.offsets, b_down, numerics=config.numerics)
-        with torch.profiler.record_function("ep_moe.permute"):
+        with in_stage("permute"):
             out_gates = gates if config.gate_on == "output" else None
             out = ops.weighted_sum(y, out_gates, packed.packed_of_arrived)
         weights = (w_gate_up, w_down, b_gate_up, b_down)
@@ -154,7 +155,7 @@ class _ExpertMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         # Rows move beside the backward, too, which runs in a thread that was told nothing.
-        with torch.profiler.record_function("ep_moe.experts_backward"), leaving(ctx.left):
+        with in_stage("experts_backward"), leaving(ctx.left):
             return (*_gradients(ctx, d_out), *[None] * 5)
 
 
@@ -242,7 +243,7 @@ def _gradients(ctx: Any, d_out: Tensor) -> list[Tensor | None]:
     d_gates = grads.gate
     if needs_rows or (needs_gates and not on_output):
         d_packed = ops.grouped_gemm_dgrad(grads.pre, w_gate_up, offsets, numerics=numerics)
-        with torch.profiler.record_function("ep_moe.permute_backward"):
+        with in_stage("permute_backward"):
             if needs_rows:
                 sent_on = None if on_output else gates
                 d_rows = ops.weighted_sum(d_packed, sent_on, packed.packed_of_arrived)

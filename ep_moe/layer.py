@@ -26,6 +26,7 @@ from ep_moe.dispatch import (
 from ep_moe.errors import BackendUnavailable, ConfigError, InputError
 from ep_moe.exact import split_slots, sum_slots
 from ep_moe.experts import Experts, SharedExperts
+from ep_moe.measure import in_stage
 from ep_moe.parallel import ExpertParallel, Ranks
 from ep_moe.replay import refuse_reentrant_checkpoint
 from ep_moe.routing import Router
@@ -100,7 +101,7 @@ class MoELayer(nn.Module):
         x_TH, mask_T = self._flatten(x, padding_mask)
         refuse_reentrant_checkpoint()
         self._refuse_ddp_on_experts()
-        with torch.profiler.record_function("ep_moe.route"):
+        with in_stage("route"):
             length = x.shape[-2] if x.ndim > 2 else None
             routing, stats = self.router(x_TH, mask_T, sequence_length=length)
         shared = None if self.shared_experts is None else partial(self._shared, x_TH)
@@ -108,7 +109,7 @@ class MoELayer(nn.Module):
         return y_TH.view(x.shape), stats
 
     def _shared(self, x_TH: Tensor) -> Tensor:
-        with torch.profiler.record_function("ep_moe.shared"):
+        with in_stage("shared"):
             return cast(SharedExperts, self.shared_experts)(x_TH)
 
     def warmup(self, *tokens: int, backward: bool = True) -> None:

@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,13 @@ _MEASURED = "ep_moe_measured"
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 Event = Mapping[str, Any]  # of a chrome trace: name, cat, ph, pid, tid, ts and dur in µs, args
+
+
+def in_stage(name: str) -> AbstractContextManager[object]:
+    """Its range, where a profiler runs: otherwise nothing, for a range takes the host as long as an
+    operator does."""
+    profiled = torch.autograd._profiler_enabled()
+    return record_function(_PREFIX + name) if profiled else nullcontext()
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from ep_moe import check
 from ep_moe.dispatch.protocol import Plan, Sent, Transport
 from ep_moe.errors import RecomputationMismatch
+from ep_moe.measure import in_stage
 from ep_moe.ops import SecondStream
 from ep_moe.replay import once
 from ep_moe.types import Arrived, Routing
@@ -105,7 +106,7 @@ def _dispatch(
 ) -> Arrived:
     if check.wanted():
         routing.validate(len(x), num_experts)
-    with torch.profiler.record_function("ep_moe.dispatch"):
+    with in_stage("dispatch"):
         rows, gates, plan = _Dispatch.apply(
             x,
             routing.gate_weights,
@@ -120,7 +121,7 @@ def _dispatch(
 
 def combine(rows: Tensor, plan: Plan, transport: Transport) -> Tensor:
     """Bring the experts' rows (A,H) back to their tokens and add them up: (T,H)."""
-    with torch.profiler.record_function("ep_moe.combine"):
+    with in_stage("combine"):
         return _Combine.apply(rows, plan, transport)
 
 
@@ -166,7 +167,7 @@ class _Dispatch(torch.autograd.Function):
         # others' does, and all must meet.
         trip = ctx.trip
         with (
-            torch.profiler.record_function("ep_moe.dispatch_backward"),
+            in_stage("dispatch_backward"),
             nullcontext() if trip is None else trip.send_back(d_rows, d_gates),
         ):
             d_x = ctx.transport.combine(ctx.plan, d_rows)
@@ -186,7 +187,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.profiler.record_function("ep_moe.combine_backward"):
+        with in_stage("combine_backward"):
             return ctx.transport.replay(ctx.plan, d_y), None, None
 
 

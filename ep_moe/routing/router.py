@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from ep_moe import ops
 from ep_moe.config import MoEConfig
 from ep_moe.errors import InputError
+from ep_moe.measure import in_stage
 from ep_moe.replay import in_backward, once, recorded
 from ep_moe.routing import balance
 from ep_moe.routing.forced import ForcedRouting
@@ -189,7 +190,7 @@ class _Logits(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
         with (
-            torch.profiler.record_function("ep_moe.route_backward"),
+            in_stage("route_backward"),
             torch.autocast(x.device.type, enabled=False),
         ):
             grads = ops.router_logits_backward(

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from ep_moe import ops
 from ep_moe.config import SelectionConfig
 from ep_moe.errors import InputError
+from ep_moe.measure import in_stage
 from ep_moe.routing.capacity import admit
 from ep_moe.types import Routing
 
@@ -196,7 +197,7 @@ class _Select(torch.autograd.Function):
         ctx: Any, d_weights: Tensor, d_p_sum: Tensor | None, d_z_sum: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         ids, weights, chosen_logits, logits, padding_mask = ctx.saved_tensors
-        with torch.profiler.record_function("ep_moe.route_backward"):
+        with in_stage("route_backward"):
             d_logits = ops.select_backward(
                 d_weights,
                 d_p_sum,
