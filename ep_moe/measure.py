@@ -28,8 +28,9 @@ Event = Mapping[str, Any]  # of a chrome trace: name, cat, ph, pid, tid, ts and 
 def in_stage(name: str) -> AbstractContextManager[object]:
     """Its range, where a profiler runs: otherwise nothing, for a range takes the host as long as an
     operator does."""
-    profiled = torch.autograd._profiler_enabled()
-    return record_function(_PREFIX + name) if profiled else nullcontext()
+    if torch.compiler.is_compiling() or not torch.autograd.profiler._is_profiler_enabled:
+        return nullcontext()
+    return record_function(_PREFIX + name)
 
 
 @contextmanager

@@ -56,13 +56,15 @@ def load_loss(
 ) -> Tensor:
     """`aux_loss` from p_sum (..., E), the sum of the probabilities over the tokens."""
     num_experts, dtype = p_sum.shape[-1], p_sum.dtype
-    counted_tokens = num_tokens if counted_tokens is None else counted_tokens
-    t_p, t_n = (
-        torch.as_tensor(t, device=p_sum.device).to(dtype).clamp_min(1)
-        for t in (num_tokens, counted_tokens)
-    )  # in floating point: T^2 passes int32 at 46,341 tokens
-    load = (tokens_per_expert.to(dtype) * p_sum).sum(-1)
-    return load * num_experts / (top_k * t_n * t_p)
+
+    def number(tokens: Tensor | int) -> Tensor:
+        """In floating point: T^2 passes int32 at 46,341 tokens."""
+        return torch.as_tensor(tokens, device=p_sum.device).to(dtype).clamp_min(1)
+
+    t_p = number(num_tokens)
+    t_n = t_p if counted_tokens is None else number(counted_tokens)
+    share = tokens_per_expert / (t_n * t_p)[..., None]
+    return (share * p_sum).sum(-1) * (num_experts / top_k)
 
 
 def z_loss(logits: Tensor, *, is_token: Tensor | None = None) -> Tensor:

@@ -102,19 +102,15 @@ class Router(nn.Module):
         )
         n = balance.count_tokens(choice.wanted, config.num_experts)
         self._count(n)
-        aux = z = logits.new_zeros((), dtype=routing.gate_weights.dtype)
+        total = n.sum()
+        tokens = total // config.top_k  # so many choices each has, all of them before dropping
+        aux, z = (logits.new_zeros((), dtype=routing.gate_weights.dtype) for _ in range(2))
         if config.aux_loss_coef and p_sum is not None:
-            scope = {
-                "micro_batch": self._micro_batch,
-                "sequence": self._sequence,
-                "global": self._global,
-            }
-            aux = scope[config.aux_loss_scope](p_sum, choice.wanted, n)
+            aux = self._aux_loss(p_sum, choice.wanted, n, tokens) * config.aux_loss_coef
         if config.z_loss_coef and z_sum is not None:
-            z = z_sum.sum() / (choice.wanted[:, 0] >= 0).sum().clamp_min(1)
-        dropped = n.sum() - choice.kept.sum()
-        losses = aux * config.aux_loss_coef, z * config.z_loss_coef
-        return routing, RoutingStats(n, dropped, *losses)
+            z = z_sum.sum() / tokens.clamp_min(1) * config.z_loss_coef
+        dropped = total - choice.kept.sum() if choice.may_drop else torch.zeros_like(total)
+        return routing, RoutingStats(n, dropped, aux, z)
 
     def _count(self, n: Tensor) -> None:
         """Not in evaluation, and not a second time when a checkpoint recomputes."""
@@ -122,12 +118,14 @@ class Router(nn.Module):
             before = 0 if self.tokens_since_step is None else self.tokens_since_step.to(n.device)
             self.tokens_since_step = before + n
 
-    def _micro_batch(self, p_sum: Tensor, wanted: Tensor, n: Tensor) -> Tensor:
-        """Balance among the tokens of this call on this rank."""
-        tokens = (wanted[:, 0] >= 0).sum()
+    def _aux_loss(self, p_sum: Tensor, wanted: Tensor, n: Tensor, tokens: Tensor) -> Tensor:
+        if self.config.aux_loss_scope == "sequence":
+            return self._sequence(p_sum, wanted)
+        if self.config.aux_loss_scope == "global":
+            return self._global(p_sum, n, tokens)
         return balance.load_loss(p_sum[0], n, top_k=self.config.top_k, num_tokens=tokens)
 
-    def _sequence(self, p_sum: Tensor, wanted: Tensor, n: Tensor) -> Tensor:
+    def _sequence(self, p_sum: Tensor, wanted: Tensor) -> Tensor:
         """Balance within each sequence; sum over this rank's, times ranks / all ranks' sequences:
         the mean over ranks depends neither on their number nor on micro-batching."""
         length = len(wanted) // max(len(p_sum), 1)
@@ -138,13 +136,13 @@ class Router(nn.Module):
         all_sequences = once(lambda: self.reduce((tokens_B > 0).sum())).clamp_min(1)
         return per_sequence.sum() * self.num_ranks / all_sequences
 
-    def _global(self, p_sum: Tensor, wanted: Tensor, n: Tensor) -> Tensor:
+    def _global(self, p_sum: Tensor, n: Tensor, tokens: Tensor) -> Tensor:
         """Balance over all ranks and, when counting, the accumulation steps so far; the mean of the
         ranks' values is the global loss, for uneven and empty ranks too. Evaluation between two
         steps is no part of them."""
         so_far = self.tokens_since_step if self.training and torch.is_grad_enabled() else None
         counted = n if so_far is None else so_far
-        local = torch.cat([counted, (wanted[:, :1] >= 0).sum(dim=0)])
+        local = torch.cat([counted, tokens[None]])
         total = once(lambda: self.reduce(local))
         n_all, tokens = total[:-1], total[-1]
         loss = balance.load_loss(
