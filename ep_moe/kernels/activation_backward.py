@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ep_moe.kernels.activation import activate, slopes
+from ep_moe.kernels.launch import bound
 
 ROWS, COLUMNS = 4, 256
 
@@ -26,26 +27,20 @@ def activation_backward(
     slots, halves, width = pre.shape
     gates, arrived, choice = scale_of_packed or (None, None, None)
     gates = None if gates is None else gates.contiguous()
-    _activation_backward[(triton.cdiv(slots, ROWS),)](
-        d_h,
-        pre,
-        gates,
-        arrived,
-        choice,
-        total,
-        d_pre,
-        weighted_h,
-        d_gate,
-        N=width,
-        P=halves,
-        TOP_K=1 if gates is None else gates.shape[1],
-        ACTIVATION=activation,
-        ROWS=ROWS,
-        COLUMNS=COLUMNS,
-        enable_fp_fusion=True,
-    )
+    constants = {
+        "N": width,
+        "P": halves,
+        "TOP_K": 1 if gates is None else gates.shape[1],
+        "ACTIVATION": activation,
+        "ROWS": ROWS,
+        "COLUMNS": COLUMNS,
+        "enable_fp_fusion": True,
+    }
+    tensors = (d_h, pre, gates, arrived, choice, total, d_pre, weighted_h, d_gate)
+    _activation_backward((triton.cdiv(slots, ROWS), 1, 1), tensors, (), constants)
 
 
+@bound
 @triton.jit
 def _activation_backward(
     d_h,

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -28,17 +30,32 @@ def left() -> int:
 def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 3  # interpreted: a few, so that persistent programs take turns
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return _gpu(device).multiprocessors
 
 
 def architecture(device: torch.device) -> str:
     """sm_90, gfx942, ...; `interpreter` where there is no GPU."""
     if device.type != "cuda":
         return "interpreter"
-    properties = torch.cuda.get_device_properties(device)
+    return _gpu(device).architecture
+
+
+class _GPU(NamedTuple):
+    multiprocessors: int
+    architecture: str
+
+
+def _gpu(device: torch.device) -> _GPU:
+    return _asked(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache  # a launch asks several times, and torch takes microseconds to answer
+def _asked(index: int) -> _GPU:
+    properties = torch.cuda.get_device_properties(index)
+    name = f"sm_{properties.major}{properties.minor}"
     if torch.version.hip:
-        return properties.gcnArchName.partition(":")[0]
-    return f"sm_{properties.major}{properties.minor}"
+        name = properties.gcnArchName.partition(":")[0]
+    return _GPU(properties.multi_processor_count, name)
 
 
 def registers(most: int) -> dict[str, int]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ep_moe.kernels.activation import GATED, activate, slopes
 from ep_moe.kernels.activation_backward import activation_backward
 from ep_moe.kernels.gather import gather
+from ep_moe.kernels.launch import bound
 from ep_moe.kernels.tiles import (
     Tile,
     descriptor,
@@ -240,35 +241,32 @@ def _launch(
         for name in ("y", "pre", "d_pre"):
             if operands[name] is not None and (name, ENDING) != ("pre", "gradient"):
                 operands[name] = ragged_descriptor(operands[name], tile.block_m, step)
-    _grouped_gemm[(programs(tile, most, y.device),)](
-        **operands,
-        bias=bias,
-        offsets=offsets,
-        arrived_of_packed=arrived_of_packed,
-        choice_of_packed=choice_of_packed,
-        gates=gates,
-        d_gate=d_gate,
-        slots=slots,
-        experts=experts,
-        EXPERTS=triton.next_power_of_2(experts),
-        K=depth,
-        N=columns,
-        P=halves,
-        TOP_K=1 if gates is None else gates.shape[1],
-        TRANSPOSED=TRANSPOSED,
-        ENDING=ENDING,
-        ACTIVATION=ACTIVATION,
-        PRECISION=PRECISION,
-        GATHER=gathered,
-        TMA=tma,
-        TMA_STORE=stores,
-        FLATTEN=tile.flatten,
-        SWAP=tile.swap,
-        STEP=step,
+    x, weight, y, pre, d_pre = operands.values()
+    index = (arrived_of_packed, choice_of_packed)
+    tensors = (x, weight, bias, offsets, *index, gates, y, pre, d_pre, d_gate)
+    constants = {
+        "EXPERTS": triton.next_power_of_2(experts),
+        "K": depth,
+        "N": columns,
+        "P": halves,
+        "TOP_K": 1 if gates is None else gates.shape[1],
+        "TRANSPOSED": TRANSPOSED,
+        "ENDING": ENDING,
+        "ACTIVATION": ACTIVATION,
+        "PRECISION": PRECISION,
+        "GATHER": gathered,
+        "TMA": tma,
+        "TMA_STORE": stores,
+        "FLATTEN": tile.flatten,
+        "SWAP": tile.swap,
+        "STEP": step,
         **tile.constants,
-    )
+    }
+    grid = (programs(tile, most, offsets.device), 1, 1)
+    _grouped_gemm(grid, tensors, (slots, experts), constants)
 
 
+@bound
 @triton.jit(do_not_specialize=["slots", "experts"])
 def _grouped_gemm(
     x,

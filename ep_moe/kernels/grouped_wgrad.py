@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ep_moe.kernels.gather import gather
+from ep_moe.kernels.launch import bound
 from ep_moe.kernels.tiles import (
     Tile,
     descriptor,
@@ -69,21 +70,19 @@ def grouped_wgrad(
     if stores:
         operands["d_weight"] = descriptor(d_weight, 1, tile.block_m, tile.block_n)
     tiles = experts * triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n)
-    _grouped_wgrad[(programs(tile, tiles, x.device),)](
-        **operands,
-        offsets=offsets,
-        arrived_of_packed=arrived_of_packed,
-        scale=scale,
-        tiles=tiles,
-        M=m,
-        N=n,
-        GATHERED=gathered,
-        ADD=into is not None,
-        PRECISION=precision,
-        TMA=tma,
-        TMA_STORE=stores,
+    constants = {
+        "M": m,
+        "N": n,
+        "GATHERED": gathered,
+        "ADD": into is not None,
+        "PRECISION": precision,
+        "TMA": tma,
+        "TMA_STORE": stores,
         **tile.constants,
-    )
+    }
+    grid = (programs(tile, tiles, x.device), 1, 1)
+    tensors = (*operands.values(), offsets, arrived_of_packed)
+    _grouped_wgrad(grid, tensors, (float(scale), tiles), constants)
     if into is None or into is d_weight:
         return d_weight
     return into.copy_(d_weight)
@@ -102,21 +101,19 @@ def grouped_bias_grad(
     d_y = d_y.contiguous()
     experts, columns = len(offsets) - 1, d_y.shape[1]
     d_bias = d_y.new_empty(experts, columns)
-    _grouped_bias_grad[(experts, triton.cdiv(columns, BIAS_COLUMNS))](
-        d_y,
-        offsets,
-        arrived_of_packed,
-        gate_of_packed,
-        d_bias,
-        scale,
-        N=columns,
-        ROWS=BIAS_ROWS,
-        COLUMNS=BIAS_COLUMNS,
-        enable_fp_fusion=False,
-    )
+    grid = (experts, triton.cdiv(columns, BIAS_COLUMNS), 1)
+    tensors = (d_y, offsets, arrived_of_packed, gate_of_packed, d_bias)
+    constants = {
+        "N": columns,
+        "ROWS": BIAS_ROWS,
+        "COLUMNS": BIAS_COLUMNS,
+        "enable_fp_fusion": False,
+    }
+    _grouped_bias_grad(grid, tensors, (float(scale),), constants)
     return d_bias
 
 
+@bound
 @triton.jit(do_not_specialize=["scale", "tiles"])
 def _grouped_wgrad(
     d_y,
@@ -196,6 +193,7 @@ def _gathered(
     return tl.load(from_, mask=(r < end)[:, None] & (c < N)[None, :], other=0.0)
 
 
+@bound
 @triton.jit(do_not_specialize=["scale"])
 def _grouped_bias_grad(
     d_y,

@@ -18,6 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ep_moe.kernels.activation import activate
 from ep_moe.kernels.device import architecture
+from ep_moe.kernels.launch import bound
 from ep_moe.kernels.tiles import FAR, Tile, programs, takes_descriptors
 
 # They were renamed after triton 3.6.
@@ -65,29 +66,31 @@ def grouped_gemm(
         by_depth = descriptor(weight, [1, k, n])
     else:
         by_depth = descriptor(weight.flatten(0, 1), [n, k])
-    _grouped_gemm[(programs(tile, 1 << 30, y.device),)](
+    tensors = (
         x if gathered else descriptor(x, [m, k]),
         by_depth,
         ragged(y, m, width),
         None if pre is None else ragged(pre, m, width),
         offsets,
         arrived_of_packed,
-        experts,
-        EXPERTS=triton.next_power_of_2(experts),
-        K=depth,
-        N=columns,
-        P=halves,
-        TRANSPOSED=transposed,
-        ACTIVATION=activation,
-        GATHER=gathered,
-        BLOCK_M=m,
-        BLOCK_N=n,
-        BLOCK_K=k,
-        GROUP_M=tile.group_m,
-        STAGES=tile.stages,
-        WIDTH=width,
-        **OPTIONS,
     )
+    constants = {
+        "EXPERTS": triton.next_power_of_2(experts),
+        "K": depth,
+        "N": columns,
+        "P": halves,
+        "TRANSPOSED": transposed,
+        "ACTIVATION": activation,
+        "GATHER": gathered,
+        "BLOCK_M": m,
+        "BLOCK_N": n,
+        "BLOCK_K": k,
+        "GROUP_M": tile.group_m,
+        "STAGES": tile.stages,
+        "WIDTH": width,
+        **OPTIONS,
+    }
+    _grouped_gemm((programs(tile, 1 << 30, y.device), 1, 1), tensors, (experts,), constants)
 
 
 def result_columns(tile: Tile) -> int:
@@ -111,6 +114,7 @@ def ragged(rows: Tensor, block_rows: int, block_columns: int) -> TensorDescripto
     )
 
 
+@bound
 @gluon.jit(do_not_specialize=["experts"])
 def _grouped_gemm(
     x,

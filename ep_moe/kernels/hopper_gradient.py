@@ -24,6 +24,7 @@ from ep_moe.kernels.hopper import (
     ragged,
     start,
 )
+from ep_moe.kernels.launch import bound
 from ep_moe.kernels.tiles import Tile, programs
 
 STAGES = 3  # beside two buffers of the pre-activation and three of results
@@ -50,7 +51,7 @@ def hidden_backward(
     (blocks,S) fp32. There are STAGES stages, whatever the tile has."""
     experts, depth, columns = weight.shape
     m, n, k = tile.block_m, tile.block_n, tile.block_k
-    _hidden_backward[(programs(tile, 1 << 30, pre.device),)](
+    tensors = (
         d_out if gathered else descriptor(d_out, [m, k]),
         descriptor(weight, [1, k, n]),
         ragged(pre, m, 64),
@@ -61,23 +62,26 @@ def hidden_backward(
         arrived_of_packed,
         choice_of_packed,
         gates,
-        len(pre),
-        experts,
-        EXPERTS=triton.next_power_of_2(experts),
-        K=depth,
-        N=columns,
-        TOP_K=1 if gates is None else gates.shape[1],
-        ACTIVATION=activation,
-        GATHER=gathered,
-        BLOCK_M=m,
-        BLOCK_N=n,
-        BLOCK_K=k,
-        GROUP_M=tile.group_m,
-        STAGES=STAGES,
-        **OPTIONS,
     )
+    constants = {
+        "EXPERTS": triton.next_power_of_2(experts),
+        "K": depth,
+        "N": columns,
+        "TOP_K": 1 if gates is None else gates.shape[1],
+        "ACTIVATION": activation,
+        "GATHER": gathered,
+        "BLOCK_M": m,
+        "BLOCK_N": n,
+        "BLOCK_K": k,
+        "GROUP_M": tile.group_m,
+        "STAGES": STAGES,
+        **OPTIONS,
+    }
+    grid = (programs(tile, 1 << 30, pre.device), 1, 1)
+    _hidden_backward(grid, tensors, (len(pre), experts), constants)
 
 
+@bound
 @gluon.jit(do_not_specialize=["slots", "experts"])
 def _hidden_backward(
     d_out,

@@ -19,6 +19,7 @@ from ep_moe.kernels.hopper import (
     result_to,
     start,
 )
+from ep_moe.kernels.launch import bound
 from ep_moe.kernels.tiles import Tile, programs
 
 REGISTERS = gl.constexpr(88)  # of a thread that fetches: indices, and as many addresses
@@ -38,27 +39,30 @@ def grouped_wgrad(
     """scale * sum_s d_y[s] x[s]^T into d_weight (E,M,N)."""
     experts, m, n = d_weight.shape
     tiles = experts * triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n)
-    _grouped_wgrad[(programs(tile, tiles, x.device),)](
+    tensors = (
         d_y if gathered == "d_y" else ragged(d_y[:, None], tile.block_k, tile.block_m),
         x if gathered == "x" else ragged(x[:, None], tile.block_k, tile.block_n),
         ragged(d_weight.view(experts * m, 1, n), tile.block_m, result_columns(tile)),
         offsets,
         arrived_of_packed,
-        scale,
-        tiles,
-        M=m,
-        N=n,
-        GATHERED=gathered,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        GROUP_M=tile.group_m,
-        STAGES=tile.stages,
-        WIDTH=result_columns(tile),
-        **OPTIONS,
     )
+    constants = {
+        "M": m,
+        "N": n,
+        "GATHERED": gathered,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "GROUP_M": tile.group_m,
+        "STAGES": tile.stages,
+        "WIDTH": result_columns(tile),
+        **OPTIONS,
+    }
+    grid = (programs(tile, tiles, x.device), 1, 1)
+    _grouped_wgrad(grid, tensors, (float(scale), tiles), constants)
 
 
+@bound
 @gluon.jit(do_not_specialize=["scale", "tiles"])
 def _grouped_wgrad(
     d_y,

@@ -10,16 +10,19 @@ import triton
 from torch import Tensor
 
 Grid = tuple[int, int, int]
+Argument = Any  # a tensor, a descriptor of one, of Triton or Gluon, or None
 
 
 class bound:  # a decorator, above @triton.jit
-    """Of a kernel whose tensors come first, then its integers, which are not specialised (those of
-    64 bits are annotated), then its constants.
+    """Of a kernel whose tensors come first, then its numbers, which are not specialised (those of
+    64 bits are annotated, a float is always given as one), then its constants.
 
-    Compiled anew for another device, dtype, constant or option, where other tensors begin at 16
-    bytes, and on AMD where others are so large that 32 bits do not address them. What changes in
-    Triton's own settings after that, or in a global that the kernel reads, it does not see. Nor
-    does it see a tensor of the CPU: who calls it has to.
+    A tensor may be a descriptor of one. Its block and layout must follow from the constants.
+
+    Compiled anew for another device, dtype, constant or option, where others are descriptors, where
+    other tensors begin at 16 bytes, and on AMD where others are so large that 32 bits do not
+    address them. What changes in Triton's own settings after that, or in a global that the kernel
+    reads, it does not see. Nor does it see a tensor of the CPU: who calls it has to.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -31,55 +34,69 @@ class bound:  # a decorator, above @triton.jit
     def __call__(
         self,
         grid: Grid,
-        tensors: tuple[Tensor | None, ...],
-        integers: tuple[int, ...],
+        tensors: tuple[Argument, ...],
+        numbers: tuple[int | float, ...],
         constants: Mapping[str, Any],
     ) -> None:
         """constants: and options, always in the same order."""
         if not isinstance(self.kernel, triton.runtime.JITFunction):  # interpreted
-            self.kernel[grid](*tensors, *integers, **constants)
+            self.kernel[grid](*tensors, *numbers, **constants)
             return
-        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+        arguments: list[Any] = []
+        kinds: list[object] = []
         bits = 0
-        for pointer in pointers:
-            bits |= pointer
-        form: object = not bits % 16 or tuple(pointer % 16 == 0 for pointer in pointers)
+        for tensor in tensors:
+            if tensor is None:
+                arguments.append(0)
+                kinds.append(None)
+            elif isinstance(tensor, Tensor):
+                pointer = tensor.data_ptr()  # of a tensor the launch would ask the driver
+                bits |= pointer
+                arguments.append(pointer)
+                kinds.append(tensor.dtype)
+            else:
+                arguments.append(tensor)
+                kinds.append((tensor.base.dtype,))
+        form: object = not bits % 16 or tuple(_aligned(tensor) for tensor in tensors)
         if torch.version.hip:
-            form = form, tuple(tensor is None or _near(tensor) for tensor in tensors)
-        compiled, last = self._compiled(form, dtypes, tensors, integers, constants)
-        compiled[grid](*pointers, *integers, *last)  # of each tensor it would ask the driver
+            form = form, tuple(_near(tensor) for tensor in tensors)
+        compiled, last = self._compiled(form, kinds, tensors, numbers, constants)
+        compiled[grid](*arguments, *numbers, *last)
 
     def prepare(
         self,
         dtypes: Sequence[torch.dtype | None],
-        integers: tuple[int, ...],
+        numbers: tuple[int | float, ...],
         constants: Mapping[str, Any],
     ) -> None:
         """Compile and load, on NVIDIA, what a launch with such tensors will need: the capture of a
         CUDA graph should hold neither."""
         if isinstance(self.kernel, triton.runtime.JITFunction) and not torch.version.hip:
-            compiled, _ = self._compiled(True, dtypes, dtypes, integers, constants)
+            compiled, _ = self._compiled(True, dtypes, dtypes, numbers, constants)
             _ = compiled[1, 1, 1]  # loads it
 
     def _compiled(
         self,
         form: object,
-        dtypes: Sequence[torch.dtype | None],
-        tensors: Sequence[Tensor | torch.dtype | None],
-        integers: tuple[int, ...],
+        kinds: Sequence[object],
+        tensors: Sequence[Argument | torch.dtype],
+        numbers: tuple[int | float, ...],
         constants: Mapping[str, Any],
     ) -> tuple[Any, tuple]:
         """-> the kernel for such arguments, and the constants in its order"""
         device = triton.runtime.driver.active.get_current_device()
-        key = (device, form, *dtypes, *constants.values())
+        key = (device, form, *kinds, *constants.values())
         found = self.compiled.get(key)
         if found is None:
-            compiled = self.kernel.warmup(*tensors, *integers, grid=(1, 1, 1), **constants)
+            compiled = self.kernel.warmup(*tensors, *numbers, grid=(1, 1, 1), **constants)
             found = compiled, tuple(constants[name] for name in self.constants)
             self.compiled[key] = found
         return found
 
 
-def _near(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() < 2**31
+def _aligned(tensor: Argument) -> bool:
+    return not isinstance(tensor, Tensor) or tensor.data_ptr() % 16 == 0
+
+
+def _near(tensor: Argument) -> bool:
+    return not isinstance(tensor, Tensor) or tensor.untyped_storage().nbytes() < 2**31

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ep_moe.kernels.device import multiprocessors
+from ep_moe.kernels.launch import bound
 from ep_moe.kernels.scores import (
     GREATEST,
     exp,
@@ -77,7 +78,7 @@ def select_forward(
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     ratios_suffice = scoring_func == "softmax" and renormalize and segments is None
     chosen = None if ratios_suffice else torch.empty_like(weights)
-    sums, grid, length = None, (tokens,), tokens
+    sums, grid, length = None, (tokens, 1, 1), tokens
     if segments is not None:
         length = tokens // max(segments, 1)
         wanted = triton.cdiv(PROGRAMS_PER_SM * multiprocessors(logits.device), max(segments, 1))
@@ -86,36 +87,29 @@ def select_forward(
             torch.empty(segments, programs, num_experts, dtype=torch.float32, device=logits.device),
             torch.empty(segments, programs, dtype=torch.float32, device=logits.device),
         )
-        grid = (segments, programs)  # the second is at most 65,535
+        grid = (segments, programs, 1)  # the second is at most 65,535
     if 0 not in grid:
-        _select_forward[grid](
-            logits,
-            expert_bias,
-            padding_mask,
-            given,
-            ids,
-            weights,
-            chosen,
-            None if sums is None else sums.p,
-            None if sums is None else sums.z,
-            logits.stride(0),
-            length,
-            scale,
-            E=num_experts,
-            K=top_k,
-            GROUPS=groups,
-            KEPT=kept_groups,
-            TOP2=top2_sum,
-            SCORING=scoring_func,
-            RENORMALIZE=renormalize,
-            UNIFORM=uniform,
-            LANES=max(WARP.value, *map(triton.next_power_of_2, (top_k, groups))),
-            num_warps=1,
-            enable_fp_fusion=False,
-        )
+        results = (ids, weights, chosen, *(sums or (None, None)))
+        constants = {
+            "E": num_experts,
+            "K": top_k,
+            "GROUPS": groups,
+            "KEPT": kept_groups,
+            "TOP2": top2_sum,
+            "SCORING": scoring_func,
+            "RENORMALIZE": renormalize,
+            "UNIFORM": uniform,
+            "LANES": max(WARP.value, *map(triton.next_power_of_2, (top_k, groups))),
+            "num_warps": 1,
+            "enable_fp_fusion": False,
+        }
+        tensors = (logits, expert_bias, padding_mask, given, *results)
+        numbers = (logits.stride(0), length, float(scale))
+        _select_forward(grid, tensors, numbers, constants)
     return ids, weights, chosen, sums
 
 
+@bound
 @triton.jit(do_not_specialize=["stride", "tokens", "scale"])
 def _select_forward(
     logits,
@@ -127,7 +121,7 @@ def _select_forward(
     chosen_out,
     p_out,
     z_out,
-    stride,
+    stride: tl.int64,
     tokens,
     scale,
     E: tl.constexpr,

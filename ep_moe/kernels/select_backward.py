@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ep_moe.kernels.launch import bound
 from ep_moe.kernels.scores import exp, log_score, log_score_slope, softmax_parts
 
 MINUS_INF = tl.constexpr(float("-inf"))
@@ -35,7 +36,7 @@ def select_backward(
     if logits is not None and logits.stride(1) != 1:
         logits = logits.contiguous()
     if tokens:
-        _select_backward[(tokens,)](
+        tensors = (
             d_weights.contiguous(),
             None if d_p_sum is None else d_p_sum.contiguous(),
             None if d_z_sum is None else d_z_sum.contiguous(),
@@ -45,21 +46,27 @@ def select_backward(
             weights,
             chosen,
             d_logits,
+        )
+        numbers = (
             0 if logits is None else logits.stride(0),
             max(tokens if d_p_sum is None else tokens // len(d_p_sum), 1),
             1.0 / scale if scale else 0.0,
-            E=num_experts,
-            K=top_k,
-            SCORING=scoring_func,
-            RENORMALIZE=renormalize,
-            UNIFORM=uniform,
-            EXPERTS=triton.next_power_of_2(num_experts),
-            CHOICES=triton.next_power_of_2(top_k),
-            num_warps=1 if num_experts <= 1024 else 4,
         )
+        constants = {
+            "E": num_experts,
+            "K": top_k,
+            "SCORING": scoring_func,
+            "RENORMALIZE": renormalize,
+            "UNIFORM": uniform,
+            "EXPERTS": triton.next_power_of_2(num_experts),
+            "CHOICES": triton.next_power_of_2(top_k),
+            "num_warps": 1 if num_experts <= 1024 else 4,
+        }
+        _select_backward((tokens, 1, 1), tensors, numbers, constants)
     return d_logits
 
 
+@bound
 @triton.jit(do_not_specialize=["stride", "tokens", "inverse_scale"])
 def _select_backward(
     d_weights,
@@ -71,7 +78,7 @@ def _select_backward(
     weights_in,
     chosen_in,
     d_logits,
-    stride,
+    stride: tl.int64,
     tokens,
     inverse_scale,
     E: tl.constexpr,

@@ -2,14 +2,17 @@
 launch. `python -m tests.kernels.bound_once TARGET CASE`."""
 
 import sys
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
+from ep_moe.kernels.grouped_wgrad import grouped_wgrad
 from ep_moe.kernels.symm_back import combine
 from ep_moe.kernels.window import Link, Order
+from tests.kernels import compile_all, touch_all
 from tests.kernels.stand_in import StandIn
-from tests.kernels.test_launch import _scaled, scaled
+from tests.kernels.test_launch import _scaled, copied, scaled
 
 
 def on_nvidia(driver: StandIn) -> list[int]:
@@ -60,7 +63,58 @@ def of_few_tokens(driver: StandIn) -> list[int]:
     return compiled
 
 
+def of_descriptors(driver: StandIn) -> list[int]:
+    compiled, x = [], torch.zeros(64)
+
+    def launch(*args: object, **how: object) -> None:
+        copied(*args, **how)
+        compiled.append(len(driver.take()))
+
+    launch(x)
+    launch(x.clone(), scale=0.25)  # the same again
+    from_, _, scale, _ = driver.launched[-4:]
+    assert (from_.base.shape, scale) == ((64,), 0.25)
+    launch(x.half())
+    launch(x, block=32)
+    launch(x, described="out")
+    launch(x, described="x")
+    launch(x, described="")
+    launch(torch.zeros(65)[1:], described="out")  # not at 16 bytes
+    launch(x)
+    return compiled
+
+
+def of_products(driver: StandIn) -> list[int]:
+    """Each twice: by pointers, by descriptors, and by warps of their own."""
+    compiled = []
+    for arch in ("sm_80", "sm_90"):  # whose tiles they are
+        for _, launch in compile_all.products(arch, torch.bfloat16, compile_all.T):
+            compiled.append(built_by(launch, driver))
+    for _, launch in compile_all.specialized():
+        compiled.append(built_by(launch, driver))
+    d_y, x = (torch.zeros(9, width, dtype=torch.bfloat16) for width in (64, 128))
+    offsets, index = (torch.zeros(n, dtype=torch.int32) for n in (3, 9))
+    form = {"arrived_of_packed": index, "gathered": "x", "scale": 3}
+    for tile in touch_all.SPECIALIZED.values():
+        d_weight = grouped_wgrad(d_y, x, offsets, **form, tile=tile)
+        *operands, starts, rows, scale, tiles = driver.launched[9:16]
+        assert [operands[0].base.data_ptr(), operands[1]] == [d_y.data_ptr(), x.data_ptr()]
+        assert operands[2].base.data_ptr() == d_weight.data_ptr()
+        assert [starts, rows] == [offsets.data_ptr(), index.data_ptr()]
+        assert [scale, type(scale), tiles] == [3.0, float, 2]
+    return [number for pair in compiled for number in pair]
+
+
+def built_by(launch: Callable[[], object], driver: StandIn) -> tuple[int, int]:
+    """How much the first time, and the second."""
+    launch()
+    first = len(driver.take())
+    launch()
+    return first, len(driver.take())
+
+
 if __name__ == "__main__":
     target, case = sys.argv[1:]
     cases = {"scaled": on_nvidia, "large": on_amd, "few": of_few_tokens}
+    cases |= {"descriptors": of_descriptors, "products": of_products}
     print(*cases[case](StandIn(target)))

@@ -9,8 +9,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ep_moe.kernels.launch import bound
+from tests.kernels.stand_in import TARGETS
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,6 +35,28 @@ def scaled(x, more, *, scale=2, far=3 << 40, warps=4):
     return out
 
 
+@bound
+@triton.jit(do_not_specialize=["scale"])
+def _copied(x, out, scale, BLOCK: tl.constexpr):
+    """Descriptors or not: what they are does not follow from the constants."""
+    at = tl.arange(0, BLOCK)
+    value = (tl.load(x + at) if x.dtype.is_ptr() else x.load([0])) * scale
+    if out.dtype.is_ptr():
+        tl.store(out + at, value)
+    else:
+        out.store([0], value.to(out.dtype))
+
+
+def copied(x, *, described="x out", scale=0.5, block=64):
+    """scale * x. described: the arguments that are descriptors."""
+    arguments = {"x": x, "out": torch.empty_like(x)}
+    out = arguments["out"]
+    for name in described.split():
+        arguments[name] = TensorDescriptor.from_tensor(arguments[name], [block])
+    _copied((1, 1, 1), tuple(arguments.values()), (scale,), {"BLOCK": block})
+    return out
+
+
 def test_each_launch_has_its_own_arguments(device):
     """Whatever stands in the cache from those before."""
     x = torch.arange(65, dtype=torch.float32, device=device)
@@ -45,21 +69,44 @@ def test_each_launch_has_its_own_arguments(device):
         assert torch.equal(scaled(x[:0], None), x[:0])
 
 
+def test_a_descriptor_may_stand_where_a_tensor_may(device):
+    x = torch.randn(64, device=device)
+    for described in ("x out", "x", "out", "", "x out"):
+        assert torch.equal(copied(x, described=described), x * 0.5), described
+    assert torch.equal(copied(x.half()), x.half() * 0.5)
+    assert torch.equal(copied(2 * x, scale=0.25), x * 0.5)
+
+
 @pytest.mark.parametrize(
     ("target", "case", "compiled"),
     [
         ("sm_90", "scaled", [1, 0, 0, 1, 0, 1, 1, 1, 1, 0, 1, 0]),
         ("gfx942", "large", [1, 1, 0, 0]),
         ("sm_90", "few", [3, 0, 0, 0]),
+        ("sm_90", "descriptors", [1, 0, 1, 1, 1, 1, 1, 1, 0]),
+        ("sm_90", "products", [1, 0] * 19),
     ],
 )
 def test_it_is_compiled_once_for_equal_arguments(target, case, compiled):
+    printed = output_of("tests.kernels.bound_once", target, case)
+    assert [int(number) for number in printed.split()] == compiled
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_it_is_the_kernel_that_triton_would_launch(target):
+    """And none of them is left out, but on others than Hopper its own three."""
+    launches, missing = output_of("tests.kernels.same_kernel", target).splitlines()
+    assert int(launches) > 1000
+    assert len(missing.split()) == (0 if target == "sm_90" else 3)
+
+
+def output_of(module: str, *arguments: str) -> str:
     run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.bound_once", target, case],
+        [sys.executable, "-m", module, *arguments],
         capture_output=True,
         text=True,
-        check=True,
         env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
     )
-    assert [int(number) for number in run.stdout.split()] == compiled
+    assert run.returncode == 0, run.stderr
+    return run.stdout

@@ -1,8 +1,12 @@
 """What the interpreter would take and a GPU would not."""
 
+from functools import cache
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from ep_moe.kernels import device
 from ep_moe.kernels.device import leaving
 from ep_moe.kernels.tiles import Tile, programs, takes_descriptors
 
@@ -38,3 +42,23 @@ def test_programs_leave_multiprocessors_to_others(monkeypatch):
             assert programs(twice, 1, GOOD.device) == 1
     assert found == [14, 10, 2, 2, 2]
     assert programs(twice, 99, GOOD.device) == 14
+
+
+def test_each_gpu_is_asked_once(monkeypatch):
+    asked = []
+
+    def properties(index):
+        asked.append(index)
+        return SimpleNamespace(major=9, minor=index, multi_processor_count=100 + index)
+
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(device, "_asked", cache(device._asked.__wrapped__))
+    for current in (0, 1, 0):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
+        for index in (0, 1):
+            gpu = torch.device("cuda", index)
+            assert device.multiprocessors(gpu) == 100 + index
+            assert device.architecture(gpu) == f"sm_9{index}"
+        assert device.multiprocessors(torch.device("cuda")) == 100 + current
+    assert asked == [0, 1]
