@@ -218,6 +218,9 @@ def _moe(
     """shared: gives more of y, and rows may travel while it does."""
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         _require_graphable(x, transport)
+    if x.device != experts.w_gate_up.device:
+        rule = f"on {experts.w_gate_up.device}, as the expert parameters: move x, or the layer"
+        raise InputError("x", f"on {x.device}", rule)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))  # the experts' weights follow
     elif x.dtype != experts.w_gate_up.dtype:

@@ -232,6 +232,11 @@ def float32(*shape):
     return torch.zeros(*shape)
 
 
+def with_experts_elsewhere(layer):
+    layer.experts.to("meta")
+    return layer
+
+
 @pytest.mark.parametrize(
     "argument,call",
     [
@@ -246,6 +251,7 @@ def float32(*shape):
         ("padding_mask", lambda layer: layer(float32(2, 3, 16), torch.zeros(6, dtype=torch.bool))),
         ("padding_mask", lambda layer: layer(float32(3, 16), torch.zeros(3))),
         ("padding_mask", lambda layer: layer(float32(3, 16), torch.zeros(3, dtype=torch.int32))),
+        ("x", lambda layer: with_experts_elsewhere(layer)(float32(3, 16))),
     ],
 )
 def test_bad_calls_of_the_layer(argument, call):

@@ -15,8 +15,6 @@ Measured (benchmarks/NOTES.md): two or four tokens a program lose a quarter at l
 small; persistent programs lose, too.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -43,13 +41,6 @@ WARP = tl.constexpr(32)
 PROGRAMS_PER_SM = 24  # of a launch that sums over tokens: each leaves a partial sum
 
 
-class Sums(NamedTuple):
-    """Over the tokens of each segment; partial, one row per program that summed."""
-
-    p: Tensor  # (segments, programs, E) fp32
-    z: Tensor  # (segments, programs) fp32
-
-
 def select_forward(
     logits: Tensor,
     *,
@@ -65,10 +56,11 @@ def select_forward(
     scale: float,
     uniform: bool,
     segments: int | None,
-) -> tuple[Tensor, Tensor, Tensor | None, Sums | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """logits (T,E) fp32, bf16 or fp16 -> ids (T,K) int32, gate weights (T,K) fp32, where the
     backward will read them the logits of the chosen (T,K) fp32, and with `segments` (of T /
-    segments tokens each) what the losses sum.
+    segments tokens each) partial sums for the losses (segments,programs,E+1) fp32: of each expert's
+    probabilities, and last of logsumexp^2.
 
     padding_mask (T,) uint8, 1 = padding. given (T,K) int32: weigh these instead; -1 = nowhere.
     """
@@ -83,13 +75,9 @@ def select_forward(
         length = tokens // max(segments, 1)
         wanted = triton.cdiv(PROGRAMS_PER_SM * multiprocessors(logits.device), max(segments, 1))
         programs = max(min(length, wanted), 1)
-        sums = Sums(
-            torch.empty(segments, programs, num_experts, dtype=torch.float32, device=logits.device),
-            torch.empty(segments, programs, dtype=torch.float32, device=logits.device),
-        )
+        sums = weights.new_empty(segments, programs, num_experts + 1)
         grid = (segments, programs, 1)  # the second is at most 65,535
     if 0 not in grid:
-        results = (ids, weights, chosen, *(sums or (None, None)))
         constants = {
             "E": num_experts,
             "K": top_k,
@@ -103,7 +91,7 @@ def select_forward(
             "num_warps": 1,
             "enable_fp_fusion": False,
         }
-        tensors = (logits, expert_bias, padding_mask, given, *results)
+        tensors = (logits, expert_bias, padding_mask, given, ids, weights, chosen, sums)
         numbers = (logits.stride(0), length, float(scale))
         _select_forward(grid, tensors, numbers, constants)
     return ids, weights, chosen, sums
@@ -119,8 +107,7 @@ def _select_forward(
     ids_out,
     weights_out,
     chosen_out,
-    p_out,
-    z_out,
+    sums_out,
     stride: tl.int64,
     tokens,
     scale,
@@ -136,7 +123,7 @@ def _select_forward(
 ):
     """Grid (tokens,); or with sums (segments, programs), each segment of `tokens` rows."""
     index = tl.program_id(0).to(tl.int64)  # of the token, or of the segment
-    if p_out is None:
+    if sums_out is None:
         _ = _select_row(
             index, logits, expert_bias, padding_mask, given, ids_out, weights_out,
             chosen_out, stride, scale, E, K, GROUPS, KEPT, TOP2, SCORING, RENORMALIZE, UNIFORM,
@@ -168,11 +155,11 @@ def _select_forward(
                 p = exp(xs[c] - top) / total
                 new_sum = new_sum + (p_sum[c] + tl.where(live, p, 0.0),)
             p_sum = new_sum
-        out = index * tl.num_programs(1) + tl.program_id(1)
+        out = sums_out + (index * tl.num_programs(1) + tl.program_id(1)) * (E + 1)
         for c in tl.static_range(chunks):
             first, count = _chunk(c, E, GROUPS, LANES)
-            tl.store(p_out + out * E + first + lane, p_sum[c], mask=lane < count)
-        tl.store(z_out + out, z_sum)
+            tl.store(out + first + lane, p_sum[c], mask=lane < count)
+        tl.store(out + E, z_sum)
 
 
 @triton.jit

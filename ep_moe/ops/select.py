@@ -75,8 +75,10 @@ def select(
         uniform=config.nan_policy == "uniform",
         segments=segments,
     )
-    p_sum, z_sum = (None, None) if sums is None else (sums.p.sum(1), sums.z.sum(1))
-    return Selected(ids, weights, p_sum, z_sum, chosen_logits)
+    if sums is None:
+        return Selected(ids, weights, None, None, chosen_logits)
+    sums = sums.sum(1)
+    return Selected(ids, weights, sums[:, :-1], sums[:, -1], chosen_logits)
 
 
 def select_backward(

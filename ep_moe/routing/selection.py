@@ -80,6 +80,9 @@ def select_experts(
     ):
         got = f"{padding_mask.dtype} of shape {tuple(padding_mask.shape)}"
         raise InputError("padding_mask", got, f"torch.bool of shape ({len(logits)},)")
+    for name, value in {"expert_bias": expert_bias, "padding_mask": padding_mask}.items():
+        if value is not None and value.device != logits.device:
+            raise InputError(name, f"on {value.device}", f"on {logits.device}, as the logits")
     config.check_experts(logits.shape[1])
     return select(logits, config, expert_bias=expert_bias, padding_mask=padding_mask).routing
 

@@ -153,6 +153,9 @@ def test_order_key(dtype, device):
     assert order_key(torch.tensor([-NAN], dtype=dtype, device=device)) == key[-1]
 
 
+ELSEWHERE = torch.ones(2, dtype=torch.bool, device="meta")
+
+
 @pytest.mark.parametrize(
     "argument,call",
     [
@@ -167,6 +170,11 @@ def test_order_key(dtype, device):
         (
             "padding_mask",
             lambda c: select_experts(torch.zeros(2, 4), c, padding_mask=torch.tensor([0, 1])),
+        ),
+        ("padding_mask", lambda c: select_experts(torch.zeros(2, 4), c, padding_mask=ELSEWHERE)),
+        (
+            "expert_bias",
+            lambda c: select_experts(torch.zeros(4, 2), c, expert_bias=ELSEWHERE + 0.0),
         ),
     ],
 )
