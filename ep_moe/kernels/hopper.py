@@ -6,6 +6,8 @@ a result is finished. Written in Gluon, for in plain Triton rows that are gather
 by warps of their own.
 """
 
+from functools import cache
+
 import torch
 import triton
 from torch import Tensor
@@ -99,7 +101,7 @@ def result_columns(tile: Tile) -> int:
 
 
 def descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout(128, 16, len(block)))
+    return TensorDescriptor.from_tensor(tensor, block, _layout(len(block)))
 
 
 def ragged(rows: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
@@ -110,8 +112,13 @@ def ragged(rows: Tensor, block_rows: int, block_columns: int) -> TensorDescripto
         [most, most, FAR, *rows.shape[1:]],
         [2**34 - row, row, *rows.stride()],
         [1, 1, block_rows, 1, block_columns],
-        gl.NVMMASharedLayout(128, 16, 5),
+        _layout(5),
     )
+
+
+@cache  # to make one takes the host as long as the rest of a descriptor
+def _layout(rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(128, 16, rank)
 
 
 @bound
