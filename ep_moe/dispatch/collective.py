@@ -4,15 +4,15 @@ of the others.
 A token goes to a rank once, however many of its experts live there: E=256, K=8 on 2 ranks moves a
 quarter of the bytes that one row per (token, expert) would. Per dispatch: one exchange of ids and
 gates in blocks of equal size, one host sync (all-to-all wants the sizes of the rows on the host,
-and the blocks say them), and one exchange of rows. Rows are packed, in one launch, before the host
-knows how many there are; a token's returned rows are added up in one.
+and the blocks say them), and one exchange of rows. Rows are packed, in one launch, while the first
+exchange runs and before the host knows how many there are; a token's returned rows are added up in
+one.
 
 The blocks have room for as many rows as the largest of any rank had lately (among few ranks: for
 the tokens of the busiest one). Each says what its sender needed, so that all ranks see alike when
 that was too little, and send larger ones.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -75,11 +75,15 @@ class CollectiveTransport:
             sent, arrived = both.unbind()
             order = ops.send_order(ids, gates, num_experts, sent)
             with self.ep.waiting(now):
-                dist.all_to_all_single(arrived, sent, group=self.ep.group)
-                heads = self._heads_of(both)
-                if packed is None:  # while the host learns what the heads say
+                # Where it runs on a stream of its own, packing runs beside it.
+                work = dist.all_to_all_single(
+                    arrived, sent, group=self.ep.group, async_op=ids.is_cuda
+                )
+                if packed is None:
                     packed = ops.gather(x, order.token_of_sent, order.offsets)
-                sent_heads, arrived_heads = heads()
+                if work is not None:
+                    work.wait()
+                sent_heads, arrived_heads = self._read(both)
             if self._had_room(max(needed for _, _, needed in arrived_heads)):
                 break
 
@@ -122,11 +126,14 @@ class CollectiveTransport:
     def _move(self, rows: Tensor, splits: Splits, call: int, what: str) -> Tensor:
         return exchange(rows, splits, ep=self.ep, stage=stage(self.layer, call, what))
 
-    def _heads_of(self, blocks: Tensor) -> Callable[[], list[list[list[int]]]]:
-        """The first lines of blocks (2, W, lines, width), for the host: it waits when it calls."""
-        if blocks.device not in self._heads:
-            self._heads[blocks.device] = _Heads.make(self.ep.size, blocks.device)
-        return self._heads[blocks.device].ask(blocks)
+    def _read(self, blocks: Tensor) -> list[list[list[int]]]:
+        """The first lines of blocks (2, W, lines, width), on the host."""
+        heads = blocks[:, :, 0, : ops.HEAD]
+        if not heads.is_cuda:
+            return heads.tolist()
+        if heads.device not in self._heads:
+            self._heads[heads.device] = _Heads.make(heads)
+        return self._heads[heads.device].read(heads)
 
     def _had_room(self, most: int) -> bool:
         """Was there room for so many rows? The next blocks have it, and not much more: but a few
@@ -139,29 +146,22 @@ class CollectiveTransport:
 
 
 class _Heads(NamedTuple):
-    """Where a few numbers are left for the host, and what says that a GPU has left them. Kept, for
-    both take long to make."""
+    """Where a GPU leaves a few numbers for the host, and says that they are there. Kept, for both
+    take long to make."""
 
-    numbers: Tensor  # (2, W, HEAD), on the host
-    there: torch.cuda.Event | None
+    numbers: Tensor  # in pinned memory
+    there: torch.cuda.Event
 
     @classmethod
     @torch.inference_mode(False)  # it outlives the call, and training may follow
-    def make(cls, ranks: int, device: torch.device) -> "_Heads":
-        on_gpu = device.type == "cuda"
-        numbers = torch.empty(2, ranks, ops.HEAD, dtype=torch.int32, pin_memory=on_gpu)
-        return cls(numbers, torch.cuda.Event() if on_gpu else None)
+    def make(cls, like: Tensor) -> "_Heads":
+        return cls(torch.empty(like.shape, dtype=like.dtype, pin_memory=True), torch.cuda.Event())
 
-    def ask(self, blocks: Tensor) -> Callable[[], list[list[list[int]]]]:
-        """What is launched after this does not keep the host waiting."""
-        ops.leave_heads(blocks, self.numbers)
-        if self.there is not None:
-            self.there.record()
-        return self._read
-
-    def _read(self) -> list[list[list[int]]]:
-        if self.there is not None:
-            self.there.synchronize()
+    def read(self, heads: Tensor) -> list[list[list[int]]]:
+        """Waits for nothing that is launched after this."""
+        self.numbers.copy_(heads, non_blocking=True)
+        self.there.record(torch.cuda.current_stream(heads.device))
+        self.there.synchronize()
         return self.numbers.tolist()
 
 

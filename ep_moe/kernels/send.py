@@ -54,19 +54,6 @@ def send_order(
     return token_of_sent, sent_of_token, offsets
 
 
-def leave_heads(blocks: Tensor, numbers: Tensor) -> None:
-    """blocks (B, 1+lines, width) int32 -> numbers (B, HEAD), where the host reads them."""
-    (count, lines, width), head = blocks.shape, numbers.shape[1]
-    constants = {
-        "BLOCKS": triton.next_power_of_2(count),
-        "B": count,
-        "WIDTH": width,
-        "HEAD": head,
-        "COLUMNS": triton.next_power_of_2(head),
-    }
-    _leave_heads((1, 1, 1), (blocks, numbers), (lines,), constants)
-
-
 def open_blocks(
     blocks: Tensor, rows: Sequence[int], *, top_k: int, gates: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -205,24 +192,6 @@ def _ones(word):
     word = word - ((word >> 1) & 0x55555555)
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
     return (((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
-
-
-@bound
-@triton.jit(do_not_specialize=["lines"])
-def _leave_heads(
-    blocks,
-    numbers,
-    lines,
-    BLOCKS: tl.constexpr,
-    B: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEAD: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    block, column = tl.arange(0, BLOCKS)[:, None], tl.arange(0, COLUMNS)[None, :]
-    mask = (block < B) & (column < HEAD)
-    stride = lines.to(tl.int64) * WIDTH
-    tl.store(numbers + block * HEAD + column, tl.load(blocks + block * stride + column, mask), mask)
 
 
 @bound

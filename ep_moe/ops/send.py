@@ -89,18 +89,6 @@ def send_order_ref(ids: Tensor, gates: Tensor, num_experts: int, blocks: Tensor)
     return SendOrder(token.int(), sent_of_token, offsets)
 
 
-def leave_heads(blocks: Tensor, numbers: Tensor) -> None:
-    """The first lines of blocks (..., 1+lines, width) into numbers (..., HEAD) int32 on the host.
-    They may be on a GPU, if that is pinned memory: it writes there itself, for a copy would collect
-    the lines first and then ask for an engine that copies."""
-    if blocks.is_cuda:
-        from ep_moe.kernels.send import leave_heads as kernel
-
-        kernel(blocks.flatten(0, -3), numbers.flatten(0, -2))
-    else:
-        numbers.copy_(blocks[..., 0, :HEAD])
-
-
 def open_blocks(
     blocks: Tensor, rows: Sequence[int], *, top_k: int, gates: torch.dtype
 ) -> tuple[Tensor, Tensor]:

@@ -94,7 +94,6 @@ def router() -> Iterator[tuple[str, Callable[[], object]]]:
         weights = empty(T, 8, dtype=gates)
         yield f"{ranks} ranks", partial(send.send_order, ints(T, 8), weights, 256, blocks)
         yield f"{ranks} ranks", partial(send.open_blocks, blocks, [T] * ranks, **form)
-        yield f"{ranks} ranks", partial(send.leave_heads, blocks, ints(ranks, 3))
 
 
 def moves(

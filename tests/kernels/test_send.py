@@ -60,13 +60,3 @@ def test_equals_the_reference_with_any_number_of_programs(most, monkeypatch, dev
     assert torch.equal(found.sent_of_token.cpu(), expected.sent_of_token)
     assert torch.equal(found.offsets.cpu(), expected.offsets)
     assert torch.equal(blocks.cpu(), on_cpu)
-
-
-@pytest.mark.parametrize("ranks", [1, 3, 64])
-def test_the_host_is_told_the_heads(ranks, device):
-    blocks = torch.randint(99, (ranks, 4, 5), dtype=torch.int32, device=device)
-    numbers = torch.full((ranks, ops.HEAD), -1, dtype=torch.int32, pin_memory=blocks.is_cuda)
-    send.leave_heads(blocks, numbers)
-    if blocks.is_cuda:
-        torch.cuda.synchronize()
-    assert torch.equal(numbers, blocks[:, 0, : ops.HEAD].cpu())

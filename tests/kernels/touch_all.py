@@ -81,8 +81,6 @@ def send(tokens: int, h: int, num: int, top_k: int, device: torch.device) -> Non
         for lines in (tokens // 2, tokens):  # too few, and enough
             blocks = ops.empty_blocks(ranks, lines=lines, device=device, **form)
             order = ops.send_order(ids, gates, num, blocks)
-        heads = torch.empty(ranks, ops.HEAD, dtype=torch.int32, pin_memory=blocks.is_cuda)
-        ops.leave_heads(blocks, heads)
         ops.open_blocks(blocks, blocks[:, 0, 0].tolist(), **form)
         rows = ops.gather(x, order.token_of_sent, order.offsets)
         ops.weighted_sum(rows, None, order.sent_of_token)

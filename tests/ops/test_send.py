@@ -130,13 +130,3 @@ def test_an_id_that_is_no_expert_stops_the_gpu(require_gpu):
     done = subprocess.run([sys.executable, "-c", BAD_ID], capture_output=True, text=True)
     assert done.returncode != 0
     assert "neither -1 nor an expert" in done.stderr + done.stdout
-
-
-@pytest.mark.parametrize("ranks", [1, 3, 64])
-def test_the_host_is_told_the_heads(ranks, device):
-    blocks = torch.randint(99, (2, ranks, 4, 5), dtype=torch.int32, device=device)
-    numbers = torch.zeros(2, ranks, ops.HEAD, dtype=torch.int32, pin_memory=blocks.is_cuda)
-    ops.leave_heads(blocks, numbers)
-    if blocks.is_cuda:
-        torch.cuda.synchronize()
-    assert torch.equal(numbers, blocks[:, :, 0, : ops.HEAD].cpu())
