@@ -92,7 +92,7 @@ class MoELayer(nn.Module):
 
         Returns y of x's shape and the RoutingStats, whose losses the caller adds to its own
         (`total_aux`). y at padding is 0, from the shared experts too. Raises InputError for a
-        wrong shape or dtype.
+        wrong shape, dtype or device.
         """
         with torch.cuda.device_of(x):  # where Triton launches, whatever device is current
             return self._forward(x, padding_mask)
@@ -176,6 +176,7 @@ class MoELayer(nn.Module):
             raise InputError(
                 "x", f"of shape {tuple(x.shape)}", f"(..., {hidden}): hidden_size last"
             )
+        _require_same_device(x, self.experts)
         x_TH = x.reshape(-1, hidden)
         if padding_mask is None:
             return x_TH, None
@@ -199,6 +200,7 @@ def moe(x: Tensor, routing: Routing, experts: Experts, transport: Transport) -> 
     if x.ndim != 2 or x.shape[1] != experts.config.hidden_size:
         rule = f"(tokens, {experts.config.hidden_size})"
         raise InputError("x", f"of shape {tuple(x.shape)}", rule)
+    _require_same_device(x, experts)
     _require_suitable(experts.config, transport)
     look = not (x.is_cuda and transport.caps.graphable) or check.wanted()
     if routing.ids.device != x.device:
@@ -218,9 +220,6 @@ def _moe(
     """shared: gives more of y, and rows may travel while it does."""
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         _require_graphable(x, transport)
-    if x.device != experts.w_gate_up.device:
-        rule = f"on {experts.w_gate_up.device}, as the expert parameters: move x, or the layer"
-        raise InputError("x", f"on {x.device}", rule)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))  # the experts' weights follow
     elif x.dtype != experts.w_gate_up.dtype:
@@ -250,6 +249,13 @@ def _moe(
     if exact:
         y = sum_slots(y, routing, gate_on=gate_on)
     return y if shared_y is None else y + shared_y
+
+
+def _require_same_device(x: Tensor, experts: Experts) -> None:
+    """Kernels take addresses as they are."""
+    if x.device != experts.w_gate_up.device:
+        rule = f"on {experts.w_gate_up.device}, as the expert parameters: move x, or the layer"
+        raise InputError("x", f"on {x.device}", rule)
 
 
 def _require_suitable(config: MoEConfig, transport: Transport) -> None:

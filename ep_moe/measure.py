@@ -26,9 +26,10 @@ Event = Mapping[str, Any]  # of a chrome trace: name, cat, ph, pid, tid, ts and 
 
 
 def in_stage(name: str) -> AbstractContextManager[object]:
-    """Its range, where a profiler runs: otherwise nothing, for a range takes the host as long as an
-    operator does."""
-    if torch.compiler.is_compiling() or not torch.autograd.profiler._is_profiler_enabled:
+    """The range of a stage, for torch.profiler, emit_nvtx and emit_itt. Without them there is none,
+    for it takes the host as long as an operator does."""
+    wanted = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+    if torch.compiler.is_compiling() or not wanted:
         return nullcontext()
     return record_function(_PREFIX + name)
 

@@ -150,7 +150,9 @@ def replay_routing(record: RoutingRecord) -> Iterator[None]:
         raise InputError("the routing record", got, "of these calls alone, one choice each")
 
 
-def recorded(choose: Callable[[], Any], shape: tuple[int, int], num_experts: int) -> Any:
+def recorded(
+    choose: Callable[[], Any], shape: tuple[int, int], num_experts: int, device: torch.device
+) -> Any:
     """choose(), or the next recorded choice; recorded in turn when somebody records. What a
     checkpoint chooses again is no call of its own."""
     given, record = _GIVEN.get(), _RECORD.get()
@@ -167,18 +169,23 @@ def recorded(choose: Callable[[], Any], shape: tuple[int, int], num_experts: int
         choice = next(given, None)
         if choice is None:
             raise InputError("the routing record", "at its end", "as long as the layers called")
-        _require_choice_of(choice, shape, num_experts)
+        _require_choice_of(choice, shape, num_experts, device)
     if record is not None:
         record.choices.append(choice)
     return choice
 
 
-def _require_choice_of(choice: Any, shape: tuple[int, int], num_experts: int) -> None:
+def _require_choice_of(
+    choice: Any, shape: tuple[int, int], num_experts: int, device: torch.device
+) -> None:
     """Reads the ids, one host sync on a GPU: an expert that the layer lacks would fail far from
     here, and on a GPU take the process with it."""
     if tuple(choice.ids.shape) != shape:
         got = f"of shape {tuple(choice.ids.shape)} at this call"
         raise InputError("the routing record", got, f"of shape {shape}")
+    if choice.ids.device != device:
+        rule = f"on {device}, as the layer's input: record.to({str(device)!r})"
+        raise InputError("the routing record", f"on {choice.ids.device}", rule)
     if not choice.ids.numel():
         return
     ids = torch.stack([choice.ids, choice.wanted])

@@ -251,6 +251,7 @@ def with_experts_elsewhere(layer):
         ("padding_mask", lambda layer: layer(float32(2, 3, 16), torch.zeros(6, dtype=torch.bool))),
         ("padding_mask", lambda layer: layer(float32(3, 16), torch.zeros(3))),
         ("padding_mask", lambda layer: layer(float32(3, 16), torch.zeros(3, dtype=torch.int32))),
+        ("x", lambda layer: layer.to("meta")(float32(3, 16))),
         ("x", lambda layer: with_experts_elsewhere(layer)(float32(3, 16))),
     ],
 )
@@ -277,6 +278,7 @@ IDS, GATES = torch.tensor([[0, 7], [3, -1]]), torch.ones(2, 2)
         ("routing.gate_weights", float32(2, 16), IDS, GATES[:, :1]),
         ("routing.gate_weights", float32(2, 16), IDS, GATES.bfloat16()),
         ("routing.gate_weights", float32(2, 16), IDS, GATES.to("meta")),
+        ("x", float32(2, 16).to("meta"), IDS.to("meta"), GATES.to("meta")),
         ("routing.ids", float32(2, 16), IDS.to("meta"), GATES.to("meta")),
     ],
 )

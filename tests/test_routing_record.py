@@ -224,6 +224,7 @@ def test_an_error_inside_is_not_hidden_by_what_is_left():
         (r"of shape \(6, 2\)", lambda record: record[:6]),
         (r"of shape \(0, 2\)", lambda record: record[:0]),
         (r"of shape \(7, 3\)", lambda record: recorded(two_layers(top_k=3), INPUTS["random"][0])),
+        ("on meta", lambda record: record.to("meta")),
         ("of experts .* to 11 at", lambda record: changed(record, "ids", 11)),
         ("of experts .* to 8 at", lambda record: changed(record, "wanted", 8)),
         ("of experts -2 to", lambda record: changed(record, "ids", -2)),

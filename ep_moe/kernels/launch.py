@@ -88,6 +88,8 @@ class bound:  # a decorator, above @triton.jit
         key = (device, form, *kinds, *constants.values())
         found = self.compiled.get(key)
         if found is None:
+            for p in self.kernel.params[len(tensors) :]:
+                assert p.is_constexpr or p.do_not_specialize, f"{p.name} is no part of the key"
             compiled = self.kernel.warmup(*tensors, *numbers, grid=(1, 1, 1), **constants)
             found = compiled, tuple(constants[name] for name in self.constants)
             self.compiled[key] = found

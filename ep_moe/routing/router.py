@@ -85,7 +85,7 @@ class Router(nn.Module):
         """Selection, losses and counts; no branch here depends on data, so every rank builds the
         same graph."""
         config = self.config
-        shape = (len(logits), config.top_k)
+        shape, device = (len(logits), config.top_k), logits.device
         length = max(len(logits) if sequence_length is None else sequence_length, 1)
         if len(logits) % length:
             rule = f"a divisor of the number of tokens, which is {len(logits)}"
@@ -97,13 +97,13 @@ class Router(nn.Module):
             expert_bias=self.expert_bias,
             padding_mask=padding_mask,
             segments=segments if config.aux_loss_coef or config.z_loss_coef else None,
-            forced=self.forced.ids(len(logits), logits.device) if self.forced else None,
-            decide=lambda choose: once(lambda: recorded(choose, shape, config.num_experts)),
+            forced=self.forced.ids(len(logits), device) if self.forced else None,
+            decide=lambda choose: once(lambda: recorded(choose, shape, config.num_experts, device)),
         )
         n = balance.count_tokens(choice.wanted, config.num_experts)
         self._count(n)
         total = n.sum()
-        tokens = total // config.top_k  # so many choices each has, all of them before dropping
+        tokens = total // config.top_k  # each has so many choices, before any is dropped
         aux, z = (logits.new_zeros((), dtype=routing.gate_weights.dtype) for _ in range(2))
         if config.aux_loss_coef and p_sum is not None:
             aux = self._aux_loss(p_sum, choice.wanted, n, tokens) * config.aux_loss_coef
@@ -144,12 +144,12 @@ class Router(nn.Module):
         counted = n if so_far is None else so_far
         local = torch.cat([counted, tokens[None]])
         total = once(lambda: self.reduce(local))
-        n_all, tokens = total[:-1], total[-1]
+        n_all, all_tokens = total[:-1], total[-1]
         loss = balance.load_loss(
             p_sum[0],
             n_all,
             top_k=self.config.top_k,
-            num_tokens=tokens,
+            num_tokens=all_tokens,
             counted_tokens=n_all.sum() / self.config.top_k,
         )
         return loss * self.num_ranks

@@ -80,9 +80,6 @@ def select_experts(
     ):
         got = f"{padding_mask.dtype} of shape {tuple(padding_mask.shape)}"
         raise InputError("padding_mask", got, f"torch.bool of shape ({len(logits)},)")
-    for name, value in {"expert_bias": expert_bias, "padding_mask": padding_mask}.items():
-        if value is not None and value.device != logits.device:
-            raise InputError(name, f"on {value.device}", f"on {logits.device}, as the logits")
     config.check_experts(logits.shape[1])
     return select(logits, config, expert_bias=expert_bias, padding_mask=padding_mask).routing
 
@@ -131,6 +128,9 @@ def select(
     forced (T,K): the choice before capacities. decide(choose) returns choose() or, for a
     recomputation or a replayed record, a choice made before. Choosing and weighing are one launch.
     """
+    for name, value in {"expert_bias": expert_bias, "padding_mask": padding_mask}.items():
+        if value is not None and value.device != logits.device:
+            raise InputError(name, f"on {value.device}", f"on {logits.device}, as the logits")
     selected: ops.Selected | None = None
     options: dict[str, Any] = {"padding_mask": padding_mask, "segments": segments}
 

@@ -5,9 +5,12 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
+import pytest
 import torch
+import triton
 
 from ep_moe.kernels.grouped_wgrad import grouped_wgrad
+from ep_moe.kernels.launch import bound
 from ep_moe.kernels.symm_back import combine
 from ep_moe.kernels.window import Link, Order
 from tests.kernels import compile_all, touch_all
@@ -48,6 +51,18 @@ def on_amd(driver: StandIn) -> list[int]:
         scaled(torch.empty(size, device="meta"), None)
         compiled.append(len(driver.take()))
     return compiled
+
+
+def of_numbers(driver: StandIn) -> list[int]:
+    """One that Triton would look at is refused: the next launch would have the first one's."""
+    x, function = torch.zeros(64), _scaled.kernel.fn
+    arguments = (x, None, x), (64, 1), {"SCALE": 2, "BLOCK": 64, "num_warps": 4}
+    for alone, named in ([], "n"), (["n"], "far"), (["far"], "n"):
+        kernel = bound(triton.jit(function, do_not_specialize=alone))
+        with pytest.raises(AssertionError, match=f"^{named} is no part"):
+            kernel((1, 1, 1), *arguments)
+    bound(triton.jit(function, do_not_specialize=["n", "far"]))((1, 1, 1), *arguments)
+    return [len(driver.take())]
 
 
 def of_few_tokens(driver: StandIn) -> list[int]:
@@ -116,5 +131,5 @@ def built_by(launch: Callable[[], object], driver: StandIn) -> tuple[int, int]:
 if __name__ == "__main__":
     target, case = sys.argv[1:]
     cases = {"scaled": on_nvidia, "large": on_amd, "few": of_few_tokens}
-    cases |= {"descriptors": of_descriptors, "products": of_products}
+    cases |= {"numbers": of_numbers, "descriptors": of_descriptors, "products": of_products}
     print(*cases[case](StandIn(target)))

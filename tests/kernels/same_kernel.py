@@ -5,13 +5,14 @@ own launch would take: prints how many launches there were, and which kernels we
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 import torch
 import triton
 
-import ep_moe.kernels.hopper_gradient
-import ep_moe.kernels.hopper_wgrad  # noqa: F401  # these two would be imported where they are used
+import ep_moe.kernels
 from ep_moe.kernels.grouped_wgrad import grouped_wgrad
 from ep_moe.kernels.launch import bound
 from tests.kernels import compile_all, touch_all
@@ -54,7 +55,8 @@ def launches(target: str) -> Iterator[Callable[[], object]]:
 def main(target: str) -> None:
     StandIn(target)
     triton.runtime.JITFunction._do_compile = compiled
-    modules = [module for name, module in sys.modules.items() if name.startswith("ep_moe.kernels")]
+    names = [module.name for module in iter_modules(ep_moe.kernels.__path__)]
+    modules = [import_module(f"ep_moe.kernels.{name}") for name in names]
     kernels = {each for module in modules for each in vars(module).values() if type(each) is bound}
     count, found_for = 0, bound._compiled
 

@@ -83,6 +83,7 @@ def test_a_descriptor_may_stand_where_a_tensor_may(device):
         ("sm_90", "scaled", [1, 0, 0, 1, 0, 1, 1, 1, 1, 0, 1, 0]),
         ("gfx942", "large", [1, 1, 0, 0]),
         ("sm_90", "few", [3, 0, 0, 0]),
+        ("sm_90", "numbers", [1]),
         ("sm_90", "descriptors", [1, 0, 1, 1, 1, 1, 1, 1, 0]),
         ("sm_90", "products", [1, 0] * 19),
     ],
