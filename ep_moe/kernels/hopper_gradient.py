@@ -70,10 +70,7 @@ def hidden_backward(
         "TOP_K": 1 if gates is None else gates.shape[1],
         "ACTIVATION": activation,
         "GATHER": gathered,
-        "BLOCK_M": m,
-        "BLOCK_N": n,
-        "BLOCK_K": k,
-        "GROUP_M": tile.group_m,
+        **tile.blocks,
         "STAGES": STAGES,
         **OPTIONS,
     }

@@ -39,16 +39,18 @@ class Tile(NamedTuple):
     specialize: bool = False  # warps of their own fetch (`kernels.hopper`), where that can be had
 
     @property
-    def constants(self) -> dict[str, int | bool]:
+    def blocks(self) -> dict[str, int]:
         return {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
             "BLOCK_K": self.block_k,
             "GROUP_M": self.group_m,
-            "num_warps": self.warps,
-            "num_stages": self.stages,
-            "enable_fp_fusion": True,
         }
+
+    @property
+    def constants(self) -> dict[str, int | bool]:
+        warps = {"num_warps": self.warps, "num_stages": self.stages}
+        return {**self.blocks, **warps, "enable_fp_fusion": True}
 
 
 def programs(tile: Tile, tiles: int, device: torch.device) -> int:
