@@ -37,12 +37,13 @@ def plot(rows: Sequence[Row], path: Path, *, metric: str | None = None) -> None:
     figure, grid = pyplot.subplots(
         lines, columns, figsize=size, squeeze=False, layout="constrained"
     )
-    colors = {impl: f"C{i % 10}" for i, impl in enumerate(dict.fromkeys(row.impl for row in rows))}
+    labels = dict.fromkeys(label for row in rows for label in (row.impl, *_stages_of(row)))
+    colors = {label: f"C{i % 10}" for i, label in enumerate(labels)}
     named: dict[str, Artist] = {}
     for axes, (title, panel) in zip(grid.flat, panels.items(), strict=False):
         panel = sorted(panel, key=lambda row: row.case["tokens"])
         if metric is None and "total" in panel[0].metrics:
-            _stages(axes, panel)
+            _stages(axes, panel, colors)
         else:
             _lines(axes, panel, colors, metric)
         axes.set_title(title, fontsize="small")
@@ -80,11 +81,17 @@ def _lines(
     axes.set_ylabel(rows[0].metrics[metric][1])
 
 
-def _stages(axes: "Axes", rows: Sequence[Row]) -> None:
+def _stages_of(row: Row) -> list[str]:
+    """Of a breakdown, the outermost."""
+    names = row.metrics if "total" in row.metrics else ()
+    return [name for name in names if "/" not in name and name != "total"]
+
+
+def _stages(axes: "Axes", rows: Sequence[Row], colors: Mapping[str, str]) -> None:
     bottom = [0.0] * len(rows)
-    for stage in (name for name in rows[0].metrics if "/" not in name and name != "total"):
+    for stage in _stages_of(rows[0]):
         ms = [row.metrics[stage][0] for row in rows]
-        color = "lightgray" if stage == "other" else None
+        color = "lightgray" if stage == "other" else colors[stage]
         tokens = [str(row.case["tokens"]) for row in rows]
         axes.bar(tokens, ms, bottom=bottom, label=stage, color=color)
         bottom = [below + height for below, height in zip(bottom, ms, strict=True)]

@@ -86,8 +86,10 @@ def rewrite(text: str, rows_of_bench: Mapping[str, Sequence[Row]], folder: Path)
         layout, metric = wanted.pop("layout", "long"), wanted.pop("metric", None)
         file = wanted.pop("file", "")
         rows = [row for row in rows_of_bench.get(bench, ()) if _matches(row, wanted)]
-        if layout == "wide" or metric == "ratio":
+        if layout == "wide":
             rows = wide.has_parts(rows)
+        if kind == "plot":
+            rows = [row for row in rows if "tokens" in row.case and metric in (None, *row.metrics)]
         if not rows:
             raise ValueError(
                 f"{opening.strip()} matches no record; there are records of {sorted(rows_of_bench)}"
@@ -95,8 +97,12 @@ def rewrite(text: str, rows_of_bench: Mapping[str, Sequence[Row]], folder: Path)
         if kind == "plot":
             if not file:
                 raise ValueError(f"{opening.strip()} must name a picture, such as file={bench}.svg")
+            if len(devices := {row.source.device for row in rows}) > 1:
+                raise ValueError(f"{opening.strip()} must say device=, one of {sorted(devices)}")
             plot(rows, folder / file, metric=metric)
-            what = f"{bench}: {metric or 'time'} against tokens per rank; {words(wanted)}"
+            what = " ".join(
+                filter(None, [bench, metric, "against tokens per rank:", words(wanted)])
+            )
             return f"{opening}\n![{what}]({file})\n\n{closing}"
         made = {"long": table, "wide": wide_table}[layout](rows)
         return f"{opening}\n{made}\n\n{closing}"

@@ -128,7 +128,7 @@ def test_a_marked_plot_is_drawn_beside_the_text_and_again_to_the_same(tmp_path):
     records = [*timed("ep_moe", 2, tokens=8), *timed("peer", 3, tokens=8)]
     rows = {"layer": latest_rows([*records, *timed("another", 3, tokens=16)])}
     text = rewrite(PLOT, rows, tmp_path)
-    assert "\n![layer: time against tokens per rank; tokens 8](a.svg)\n" in text
+    assert "\n![layer against tokens per rank: tokens 8](a.svg)\n" in text
     drawn = (tmp_path / "a.svg").read_text()
     assert ">peer<" in drawn
     assert ">another<" not in drawn
@@ -141,11 +141,16 @@ def test_a_marked_plot_is_drawn_beside_the_text_and_again_to_the_same(tmp_path):
     [
         ("tokens=8", "tokens=9", "tokens=9.*matches no record"),
         ("tokens=8", "metric=ratio", "metric=ratio.*matches no record"),
+        ("tokens=8", "metric=GBs", "metric=GBs.*matches no record"),
+        ("tokens=8", "dtype=None", "plot:layer.* must say device=, .*GPU X.*GPU Y"),
         ("file=a.svg ", "", "plot:layer tokens=8 .*must name a picture"),
     ],
 )
 def test_a_plot_that_cannot_be_drawn_is_named(old, new, message, tmp_path):
-    rows = {"layer": latest_rows(timed("ep_moe", 2, tokens=8))}
+    records = timed("ep_moe", 2, tokens=8)
+    if "GPU Y" in message:
+        records += [replace(r, device="GPU Y") for r in records]
+    rows = {"layer": latest_rows(records)}
     with pytest.raises(ValueError, match=message):
         rewrite(PLOT.replace(old, new), rows, tmp_path)
     assert list(tmp_path.iterdir()) == []
