@@ -48,8 +48,8 @@ def plot(rows: Sequence[Row], path: Path, *, metric: str | None = None) -> None:
             _lines(axes, panel, colors, metric)
         axes.set_title(title, fontsize="small")
         axes.set_xlabel("tokens per rank")
-        handles, labels = axes.get_legend_handles_labels()
-        named |= dict(zip(labels, handles, strict=True))
+        handles, names = axes.get_legend_handles_labels()
+        named |= dict(zip(names, handles, strict=True))
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
     figure.legend(named.values(), named, fontsize="small", loc="outside right upper")
