@@ -156,7 +156,10 @@ def differing(got, expected):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shares", [(60,), (47, 13), (0, 60), (15, 15, 15, 15), (1, 40, 0, 19)])
+@pytest.mark.parametrize(
+    "shares",
+    [(60,), (47, 13), (0, 60), (15, 15, 15, 15), (1, 40, 0, 19), (1, 20, 0, 12, 5, 0, 19, 3)],
+)
 def test_the_number_of_ranks_does_not_matter(shares, dtype):
     ranks = run_ranks(rank_results, len(shares), CONFIG, dtype, shares)
     assert differing(joined(ranks), results(*model_and_data(CONFIG, dtype))) == set()
@@ -164,7 +167,7 @@ def test_the_number_of_ranks_does_not_matter(shares, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shares", [(47, 13), (1, 40, 0, 19)])
+@pytest.mark.parametrize("shares", [(47, 13), (1, 40, 0, 19), (1, 20, 0, 12, 5, 0, 19, 3)])
 def test_the_number_of_ranks_does_not_matter_on_a_gpu(shares, dtype, require_gpu):
     ranks = run_ranks(
         rank_results, len(shares), CONFIG, dtype, shares, "cuda", backend="nccl", timeout=180.0

@@ -1,4 +1,4 @@
-"""EP = 1, 2, 4 equal one process: outputs, every gradient, one optimizer step; and nothing
+"""EP = 1, 2, 4, 8 equal one process: outputs, every gradient, one optimizer step; and nothing
 hangs."""
 
 import pytest
@@ -19,10 +19,14 @@ CASES = {
     "balanced, 4": Case((9, 9, 9, 9), config()),
     "uneven, 2": Case((1, 17), config()),
     "uneven and empty, 4": Case((5, 0, 11, 1), config()),
+    "uneven and empty, 8": Case(
+        (5, 0, 11, 1, 3, 0, 2, 7), config(num_experts=16, top_k=3), checkpoint=True
+    ),
     "no tokens anywhere": Case((0, 0), config()),
     "one expert takes all": Case((7, 4, 0, 6), config(top_k=1, renormalize=False), route_to=(5,)),
     "skewed to one rank": Case((8, 6), config(), route_to=(0, 1)),
     "K touches every rank": Case((6, 3, 5, 2), config(top_k=8)),
+    "K touches every rank, 8": Case((6, 3, 5, 2, 4, 1, 7, 3), config(top_k=8)),
     "top 1 of 1 expert a rank": Case(
         (6, 3, 5, 2), config(num_experts=4, top_k=1, renormalize=False)
     ),
@@ -60,7 +64,7 @@ def test_equals_one_process(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_equals_one_process_on_gpu(world_size, require_gpu):
     """NCCL; where there are fewer GPUs than ranks, ranks share them."""
     cases = [case for case in CASES.values() if case.world_size == world_size]

@@ -58,7 +58,7 @@ def test_layers_equal_one_process(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_layers_equal_one_process_on_gpu(world_size, require_gpu):
     names = [name for name, case in CASES.items() if case.world_size == world_size]
     check_layers(world_size, names, None, "cuda", **ON_GPUS["symm"])
@@ -97,7 +97,7 @@ def test_many_tokens(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_many_tokens_on_gpu(world_size, require_gpu):
     how = ON_GPUS["symm"]
     ranks = run_ranks(many_tokens, world_size, world_size, 3000, None, "cuda", **how)
@@ -143,8 +143,9 @@ def captured_steps(rank, transport):
 
 
 @pytest.mark.gpu
-def test_a_graph_equals_eager(require_gpu):
-    ranks = run_ranks(captured_steps, 2, "symm", **ON_GPUS["symm"])
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_a_graph_equals_eager(world_size, require_gpu):
+    ranks = run_ranks(captured_steps, world_size, "symm", **ON_GPUS["symm"])
     assert all(all(same) for same in ranks)
 
 

@@ -164,7 +164,7 @@ def test_moves(kind, world_size, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
 @pytest.mark.parametrize("name", ON_GPUS)
 def test_moves_on_gpus(name, world_size, require_gpu):
     how, kind = ON_GPUS[name], Kind(name)
