@@ -74,7 +74,7 @@ def many_tokens(rank, world_size, most, folder, device):
     ep = ExpertParallel.resolve(dist.group.WORLD)
     transport = symm.SymmTransport(ep, most)
     found = []
-    for tokens in (most - rank, most // 3 * rank):
+    for tokens in (most - rank, most * rank // world_size):
         x = torch.randn(tokens, 256, dtype=torch.bfloat16, device=device)
         ids = torch.randint(0, 4 * world_size, (tokens, 3), dtype=torch.int32, device=device)
         ids[torch.rand(tokens, device=device) < 0.2] = -1
