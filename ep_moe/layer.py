@@ -235,7 +235,8 @@ def _moe(
     if config.pipeline_chunks > 1 and far:
         _require_room(x, config, transport)
         beside = shared if overlap else None
-        y, shared_y = pipelined(*to, experts, chunks=config.pipeline_chunks, beside=beside)
+        in_parts = experts.in_parts(x.dtype)
+        y, shared_y = pipelined(*to, in_parts, chunks=config.pipeline_chunks, beside=beside)
         if shared is not None and beside is None:
             shared_y = shared()
     else:
