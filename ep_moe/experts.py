@@ -230,15 +230,20 @@ class _WeightsOfParts(torch.autograd.Function):
 
 def _joined(parts: Sequence[_Factors]) -> _Factors:
     """As if the rows of all parts had arrived together."""
-    *columns, packings, left = zip(*parts, strict=True)
-    rows, d_out, gates, local_ids, d_pre, weighted_h = map(torch.cat, columns)
-    packed = ops.pack(local_ids, len(packings[0].offsets) - 1, len(d_pre))
-    before = accumulate((len(part.d_pre) for part in parts[:-1]), initial=0)
-    slots = [one.packed_of_arrived + past for one, past in zip(packings, before, strict=True)]
-    slot = torch.cat(slots)[packed.arrived_of_packed, packed.choice_of_packed]
-    d_pre = ops.gather(d_pre, slot, packed.offsets)
-    weighted_h = ops.gather(weighted_h, slot, packed.offsets)
-    return _Factors(rows, d_out, gates, local_ids, d_pre, weighted_h, packed, left[0])
+    columns = list(zip(*parts, strict=True))
+    rows, d_out, gates, local_ids = map(torch.cat, columns[:4])
+    *firsts, slots = accumulate((len(part.d_pre) for part in parts), initial=0)
+    packed = ops.pack(local_ids, len(parts[0].packed.offsets) - 1, slots)
+    # Where each packed row stands in those of the parts, laid end to end.
+    before = [
+        part.packed.packed_of_arrived + first for part, first in zip(parts, firsts, strict=True)
+    ]
+    index = torch.cat(before)[packed.arrived_of_packed, packed.choice_of_packed]
+    d_pre, weighted_h = (like.new_empty(len(index), like.shape[1]) for like in parts[0][4:6])
+    for part, first in zip(parts, firsts, strict=True):
+        ops.gather(part.d_pre, index, packed.offsets, first=first, into=d_pre)
+        ops.gather(part.weighted_h, index, packed.offsets, first=first, into=weighted_h)
+    return _Factors(rows, d_out, gates, local_ids, d_pre, weighted_h, packed, parts[0].left)
 
 
 def _hidden(

@@ -9,28 +9,38 @@ from ep_moe.kernels.launch import bound
 ROWS, COLUMNS = 4, 1024
 
 
-def gather(rows: Tensor, arrived_of_packed: Tensor, offsets: Tensor) -> Tensor:
-    """rows (A,H), arrived_of_packed (S,) -> (S,H), of which the first offsets[-1] are written."""
+def gather(
+    rows: Tensor,
+    arrived_of_packed: Tensor,
+    offsets: Tensor,
+    *,
+    first: int = 0,
+    into: Tensor | None = None,
+) -> Tensor:
+    """rows (A,H), arrived_of_packed (S,) -> (S,H) contiguous, of which those of the first
+    offsets[-1] are written that stand between `first` and `first` + A."""
     rows = rows.contiguous()
     slots, width = arrived_of_packed.shape[0], rows.shape[1]
-    packed = rows.new_empty(slots, width)
+    packed = rows.new_empty(slots, width) if into is None else into
     columns = min(COLUMNS, triton.next_power_of_2(width))
     if slots:
         grid = (triton.cdiv(slots, ROWS), triton.cdiv(width, columns), 1)
         constants = {"H": width, "ROWS": ROWS, "COLUMNS": columns}
-        last = (offsets.shape[0] - 1,)
-        _gather(grid, (rows, arrived_of_packed, offsets, packed), last, constants)
+        numbers = (offsets.shape[0] - 1, first, rows.shape[0])
+        _gather(grid, (rows, arrived_of_packed, offsets, packed), numbers, constants)
     return packed
 
 
 @bound
-@triton.jit(do_not_specialize=["last"])
+@triton.jit(do_not_specialize=["last", "first", "number"])
 def _gather(
     rows,
     arrived_of_packed,
     offsets,
     packed,
     last,
+    first,
+    number,
     H: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -39,7 +49,8 @@ def _gather(
     s = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     owned = s < tl.load(offsets + last)
-    arrived = tl.load(arrived_of_packed + s, mask=owned, other=0).to(tl.int64)
-    mask = owned[:, None] & (c < H)[None, :]
-    block = tl.load(rows + arrived[:, None] * H + c[None, :], mask=mask)
+    arrived = tl.load(arrived_of_packed + s, mask=owned, other=0) - first
+    here = owned & (arrived >= 0) & (arrived < number)
+    mask = here[:, None] & (c < H)[None, :]
+    block = tl.load(rows + arrived.to(tl.int64)[:, None] * H + c[None, :], mask=mask)
     tl.store(packed + s.to(tl.int64)[:, None] * H + c[None, :], block, mask=mask)

@@ -13,6 +13,7 @@ from ep_moe.types import Packed
 from tests.helpers import small_config
 from tests.kernels.cases import TILES
 from tests.test_experts import compare, make_arrived, make_experts
+from tests.test_experts_in_parts import same
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -73,6 +74,17 @@ def test_few_rows(gate_on, rows, absent, kernels, device):
         arrived,
         torch.randn(rows, 16, device=device),
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("gate_on", ["output", "input"])
+@pytest.mark.parametrize("absent", [0.0, 0.4, 1.0])
+def test_parts_equal_the_whole(absent, gate_on, dtype, kernels, device):
+    """Each part's buffers have room of their own, in the middle of what is then one."""
+    config = small_config(mlp_bias=True, gate_on=gate_on, num_experts=5, top_k=3)
+    arrived = make_arrived(21, config, dtype, device, absent=absent)
+    d_out = torch.randn(21, 16, device=device, dtype=dtype)
+    same(make_experts(config, dtype, device), arrived, (8, 0, 13), d_out)
 
 
 @pytest.mark.parametrize("sms", [1, 1000])

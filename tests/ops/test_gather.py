@@ -26,6 +26,20 @@ def test_forward_copies(A, K, H, dtype, layout, device):
     assert got.shape == (len(index), H)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pieces_of_the_rows_give_the_whole(dtype, device):
+    """Each its own rows, wherever they go; what stood there before stays where none is for."""
+    packed = pack(33, 3, device)
+    index = packed.arrived_of_packed
+    rows = torch.randn(33, 17, device=device).to(dtype)
+    into = torch.full((len(index), 17), 7.0, device=device, dtype=dtype)
+    for first, piece in ((20, rows[20:]), (4, rows[4:4]), (4, rows[4:20])):
+        got = ops.gather(piece, index, packed.offsets, first=first, into=into)
+        assert got.data_ptr() == into.data_ptr()
+    expected = rows[index.long()].masked_fill((index < 4)[:, None], 7.0)
+    assert torch.equal(into, expected)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("A,K,H", SHAPES)
