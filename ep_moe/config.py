@@ -195,8 +195,7 @@ class MoEConfig(SelectionConfig):
         max_tokens_per_rank: the most tokens of a rank in a call, for transports symm, deepep and
             deepep_low_latency, whose buffers have a fixed size, and for auto to try the first two
         pipeline_chunks: with transports of more than one rank a call's tokens travel in so many
-            parts, each while the experts work on another; the experts' gradients are then added
-            up, in the parameters' dtype, over the parts. On one rank it changes nothing. Leave it
+            parts, each while the experts work on another. On one rank it changes nothing. Leave it
             at 1 where PYTORCH_CUDA_ALLOC_CONF has expandable_segments
         loss_reduction: mean = each rank's loss is a mean over its tokens and ranks are averaged;
             sum = they are added

@@ -235,8 +235,8 @@ def _moe(
     if config.pipeline_chunks > 1 and far:
         _require_room(x, config, transport)
         beside = shared if overlap else None
-        in_parts = experts.in_parts(x.dtype)
-        y, shared_y = pipelined(*to, in_parts, chunks=config.pipeline_chunks, beside=beside)
+        work = experts.in_parts()
+        y, shared_y = pipelined(*to, work, chunks=config.pipeline_chunks, beside=beside)
         if shared is not None and beside is None:
             shared_y = shared()
     else:

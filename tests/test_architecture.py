@@ -20,7 +20,7 @@ LEVELS = [
     {"parallel"},
     {"host", "kernels", "measure", "oracle", "replay", "traces"},
     {"ops"},
-    {"exact"},
+    {"exact", "expert_mlp"},
     {"experts", "routing", "dispatch", "state"},
     {"layer"},
     {"doctor", "training", "planner", "integrations", "tune"},

@@ -1,11 +1,14 @@
 """Rows that come in parts: the experts' outputs and gradients are those of the whole, and the
 weights' are made once."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils import prune
 
 from ep_moe import Experts, ops
 from ep_moe.testing import TOLERANCE, assert_close
@@ -27,7 +30,7 @@ def cut(arrived: Arrived, sizes: tuple[int, ...]) -> list[Arrived]:
 
 
 def in_parts(experts: Experts, arrived: Arrived, sizes: tuple[int, ...]) -> Tensor:
-    work = experts.in_parts(arrived.rows.dtype)
+    work = experts.in_parts()
     return torch.cat([work(part) for part in cut(arrived, sizes)])
 
 
@@ -115,7 +118,7 @@ def test_a_backward_that_failed_leaves_nothing(device):
     config = small_config()
     experts = make_experts(config, device=device)
     arrived = make_arrived(11, config, device=device)
-    work = experts.in_parts(arrived.rows.dtype)
+    work = experts.in_parts()
     first, second = cut(arrived, (5, 6))
     outs = [work(first), work(second)]
     failing, out = [True], torch.cat(outs)
@@ -134,17 +137,79 @@ def fail():
     raise RuntimeError("no way")
 
 
-def test_frozen_weights_get_nothing(device):
+def counted(monkeypatch, name):
+    """The results of an op, by weak references."""
+    results, op = [], getattr(ops, name)
+
+    def counting(*args, **kwargs):
+        result = op(*args, **kwargs)
+        results.append(weakref.ref(result if isinstance(result, Tensor) else result.pre))
+        return result
+
+    monkeypatch.setattr(ops, name, counting)
+    return results
+
+
+def test_frozen_weights_get_nothing(device, monkeypatch):
+    """No product is made for them, and of what it would be made of nothing is kept."""
     config = small_config()
     experts = make_experts(config, device=device).requires_grad_(False)
     arrived = make_arrived(11, config, device=device)
-    in_parts(experts, arrived, (5, 6)).sum().backward()
+    products = counted(monkeypatch, "grouped_gemm_wgrad")
+    d_pre = counted(monkeypatch, "hidden_backward")
+    out = in_parts(experts, arrived, (5, 6))
+    out.sum().backward()
     assert all(parameter.grad is None for parameter in experts.parameters())
     assert arrived.rows.grad is not None
+    assert [kept() for kept in d_pre] == [None, None]
+    assert not products
     experts.w_down.requires_grad_()
     in_parts(experts, arrived, (5, 6)).sum().backward()
     assert experts.w_down.grad is not None
     assert experts.w_gate_up.grad is None
+    assert len(products) == 1
+
+
+def test_nothing_outlives_the_backward(device, monkeypatch):
+    """What a part gave is gone when the products begin, whose results are large."""
+    config, held = small_config(), []
+    experts = make_experts(config, device=device)
+    d_pre, wgrad = counted(monkeypatch, "hidden_backward"), ops.grouped_gemm_wgrad
+
+    def looking(*args, **kwargs):
+        held.extend(kept() is not None for kept in d_pre)
+        return wgrad(*args, **kwargs)
+
+    monkeypatch.setattr(ops, "grouped_gemm_wgrad", looking)
+    out = in_parts(experts, make_arrived(11, config, device=device), (5, 6))
+    out.sum().backward(retain_graph=True)
+    assert held == [False] * 4
+    assert [kept() for kept in d_pre] == [None, None]
+
+
+def test_a_backward_without_the_weights_leaves_no_cycle(device, monkeypatch):
+    """Of what they would be made of, gradients that know how they came about are a part."""
+    experts = make_experts(small_config(), device=device)
+    arrived = make_arrived(11, experts.config, device=device)
+    d_pre = counted(monkeypatch, "hidden_backward")
+    out = in_parts(experts, arrived, (5, 6)).square().sum()
+    slope = torch.autograd.grad(out, arrived.rows, create_graph=True)
+    del out, slope
+    gc.collect()
+    assert [kept() for kept in d_pre] == [None, None]
+
+
+def test_hooks_may_set_the_weights(device):
+    """As pruning and the older weight norm do, in each call before the first part."""
+    config = small_config()
+    experts = make_experts(config, device=device)
+    prune.random_unstructured(experts, "w_down", amount=0.4)
+    arrived = make_arrived(11, config, device=device)
+    d_out = torch.randn(11, 16, dtype=torch.float64, device=device)
+    for _ in "12":
+        same(experts, arrived, (5, 6), d_out)
+        with torch.no_grad():
+            experts.w_down_orig.mul_(1.5)
 
 
 def test_weights_changed_before_the_backward_are_an_error(device):
@@ -157,13 +222,16 @@ def test_weights_changed_before_the_backward_are_an_error(device):
         out.sum().backward()
 
 
-def test_autocast_casts_the_weights_once(device):
-    config = small_config()
+def test_autocast_casts_the_weights_once(device, monkeypatch):
+    config, casts = small_config(), []
     experts = make_experts(config, torch.float32, device)
+    cast = experts._weights
+    monkeypatch.setattr(experts, "_weights", lambda dtype: (casts.append(dtype), cast(dtype))[1])
     arrived = make_arrived(12, config, torch.bfloat16, device)
     with torch.autocast(device.type, torch.bfloat16):
-        work = experts.in_parts(torch.bfloat16)
+        work = experts.in_parts()
         outs = [work(part) for part in cut(arrived, (5, 7))]
+        assert casts == [torch.bfloat16]
         whole = experts(arrived)
     d_out = torch.randn(12, 16, device=device).bfloat16()
     leaves = named(experts, arrived)

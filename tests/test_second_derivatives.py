@@ -24,10 +24,19 @@ def transport():
     return make_transport("local", ExpertParallel())
 
 
-def through_experts(x):
+def experts():
+    return Experts(CONFIG, ExpertParallel()).double()
+
+
+def whole(experts, x):
     chosen = routing()
-    arrived = Arrived(x, chosen.gate_weights, chosen.ids, plan=None)
-    return Experts(CONFIG, ExpertParallel()).double()(arrived)
+    return experts(Arrived(x, chosen.gate_weights, chosen.ids, plan=None))
+
+
+def in_parts(experts, x):
+    chosen, work = routing(), experts.in_parts()
+    parts = zip(*(t.split(3) for t in (x, chosen.gate_weights, chosen.ids)), strict=True)
+    return torch.cat([work(Arrived(*part, plan=None)) for part in parts])
 
 
 def through_combine(x):
@@ -38,7 +47,8 @@ def through_combine(x):
 FUNCTIONS = {
     "router": lambda x: Router(CONFIG).double().logits(x),
     "dispatch": lambda x: dispatch(x, routing(), CONFIG.num_experts, transport()).rows,
-    "experts": through_experts,
+    "experts": lambda x: whole(experts(), x),
+    "experts in parts": lambda x: in_parts(experts(), x),
     "combine": through_combine,
     "split_slots": lambda x: split_slots(x, routing(), gate_on="output")[0],
     "sum_slots": lambda x: sum_slots(
@@ -53,6 +63,18 @@ def test_a_second_derivative_is_refused(name):
     x = torch.randn(ROWS, HIDDEN, dtype=torch.float64, requires_grad=True)
     loss = FUNCTIONS[name](x).square().sum()
     (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    assert slope.abs().max() > 0
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.sum().backward()
+
+
+@pytest.mark.parametrize("through", [whole, in_parts])
+@pytest.mark.parametrize("name", ["w_gate_up", "w_down"])
+def test_nor_is_one_of_a_weight_taken(name, through):
+    layer = experts()
+    x = torch.randn(ROWS, HIDDEN, dtype=torch.float64)
+    loss = through(layer, x).square().sum()
+    (slope,) = torch.autograd.grad(loss, getattr(layer, name), create_graph=True)
     assert slope.abs().max() > 0
     with pytest.raises(RuntimeError, match="once_differentiable"):
         slope.sum().backward()

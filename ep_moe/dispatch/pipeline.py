@@ -11,15 +11,15 @@ The backward is the same pipeline, and made by autograd alone: it runs a node's 
 stream of its forward, makes that stream wait for another where a gradient crosses, and not sooner
 than for the node that takes it, and of the nodes that are ready it takes the one that was made
 last. Of three parts the moves are then the gradients of 2 back, 1 back, 2 out, 0 back, 1 out and
-0 out, on every rank alike. Beside the last of them the experts make the gradients of their weights,
-of all parts' rows (`Experts.in_parts`).
+0 out, on every rank alike. Before the last of them the experts make the gradients of their weights,
+of all parts' rows (`Experts.in_parts`), with all multiprocessors.
 
 Memory that crosses streams goes back to the one that it came from, which may write it again at
 once. Three rules keep it until it has been read, all but one without `record_stream`: that would
 hold memory until the device has come so far, with the host several layers ahead.
   - what the main stream gave is held here until it has waited for the moves that read it;
   - what moves brought is held here until they have waited for the experts that read it;
-  - but with autograd on arrived rows are held by the experts' node, which frees them in its own
+  - but with autograd on arrived rows are held by the experts' nodes, which free them in their
     backward, where the moves wait for nothing: those are recorded. Autograd records gradients.
 """
 

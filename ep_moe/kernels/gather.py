@@ -17,8 +17,8 @@ def gather(
     first: int = 0,
     into: Tensor | None = None,
 ) -> Tensor:
-    """rows (A,H), arrived_of_packed (S,) -> (S,H) contiguous, of which those of the first
-    offsets[-1] are written that stand between `first` and `first` + A."""
+    """rows (A,H), arrived_of_packed (S,) -> (S,H) contiguous; of the first offsets[-1] of them
+    those are written whose index is one of `first` to `first` + A - 1."""
     rows = rows.contiguous()
     slots, width = arrived_of_packed.shape[0], rows.shape[1]
     packed = rows.new_empty(slots, width) if into is None else into

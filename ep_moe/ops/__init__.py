@@ -1,7 +1,8 @@
 """What each step of the expert side computes: plain forward and backward functions in torch.
 
-They are not autograd functions (`ep_moe.experts` is the one that strings them together), so fusions
-may cross them. All accumulate in fp32, or fp64 when the input is fp64, and round once at the end.
+They are not autograd functions (`ep_moe.expert_mlp` is the one that strings them together), so
+fusions may cross them. All accumulate in fp32, or fp64 when the input is fp64, and round once at
+the end.
 """
 
 from ep_moe.ops.activation import ACTIVATIONS, Activation

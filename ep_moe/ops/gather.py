@@ -15,8 +15,11 @@ def gather(
 ) -> Tensor:
     """packed[s] = rows[arrived_of_packed[s] - first] for s < offsets[-1].
 
-    rows (A,H), arrived_of_packed (S,) int32 -> (S,H); written to `into` where given, which keeps
-    what no row here is for: rows may be a piece, from row `first` on, of more that are gathered.
+    rows (A,H), arrived_of_packed (S,) int32 -> (S,H); written to `into` (S,H) where given, of rows'
+    dtype and contiguous, which keeps what no row here is for: rows may be a piece, from row `first`
+    on, of more that are gathered.
+
+    rows [[5],[6]] from row 2 on, arrived_of_packed [3,0,2] -> into [[6],[as it was],[5]]
     """
     if served_by_kernel(rows):
         from ep_moe.kernels.gather import gather as kernel

@@ -32,21 +32,37 @@ def ordered_moves(rank, tokens, needs):
     """needs[rank]: what of x and the gate weights needs a gradient."""
     layer, events = make_layer(Case((1, 1), config(pipeline_chunks=3)), dist.group.WORLD), []
     note_moves(layer.transport, events)
+    wgrad = ops.grouped_gemm_wgrad
+
+    def noted(*args, **kwargs):
+        events.append(("all", "wgrad"))
+        return wgrad(*args, **kwargs)
+
+    try:
+        ops.grouped_gemm_wgrad = noted
+        moved(layer, rank, tokens, needs)
+    finally:
+        ops.grouped_gemm_wgrad = wgrad
+    return events
+
+
+def moved(layer, rank, tokens, needs):
     x = torch.randn(tokens[rank], 16, dtype=torch.float64).requires_grad_("x" in needs[rank])
     ids = torch.randint(0, 8, (len(x), 2), dtype=torch.int32)
     gates = torch.rand(len(x), 2, dtype=torch.float64).requires_grad_("g" in needs[rank])
     y = ep_moe.moe(x, Routing(ids, gates), layer.experts, layer.transport)
     y.square().sum().backward()
-    return events
 
 
 @pytest.mark.parametrize(
     "tokens, needs", [((7, 5), ("xg", "xg")), ((7, 0), ("xg", "g")), ((0, 4), ("x", "g"))]
 )
 def test_every_rank_makes_the_same_moves(tokens, needs):
+    """And the weights' gradients, once for all parts, before the last of them."""
     out, back = [(0, "out"), (1, "out"), (0, "back"), (2, "out"), (1, "back"), (2, "back")], []
     for part, move in ((2, "C"), (1, "C"), (2, "D"), (0, "C"), (1, "D"), (0, "D")):
         words = ["out again"] if move == "C" else ["back", "gates back"]
+        back += [("all", "wgrad")] * 2 if (part, move) == (0, "D") else []
         back += [(part, word) for word in words]
     for events in run_ranks(ordered_moves, 2, tokens, needs, environ=CHECK):
         assert events == out + back
@@ -214,7 +230,8 @@ def left_to_moves(rank):
 
 def test_the_experts_leave_multiprocessors_to_the_moves():
     for seen, *others in run_ranks(left_to_moves, 2):
-        assert seen == [("forward", 5)] * 2 + [("back", 5)] * 2  # of both parts, each weight's
+        # Each weight's, of both parts: what they would leave, nobody would take.
+        assert seen == [("forward", 5)] * 2 + [("back", 0)] * 2
         assert others == [0, 0]
 
 
