@@ -48,7 +48,8 @@ class Factors(NamedTuple):
 
 class Parts:
     """What the parts of one call have in common: handles on the weights, and the factors of those
-    parts that the backward has been through, by number. A backward goes through all or none."""
+    parts that the backward has been through, by number. A backward goes through all or none; one
+    that does not ask for the weights leaves the factors to the graph, which it is not told."""
 
     def __init__(self) -> None:
         self.numbers = count()
@@ -131,7 +132,7 @@ class _ExpertMLP(torch.autograd.Function):
 
 class _WeightsOfParts(torch.autograd.Function):
     """Handles on the weights. Autograd comes back here after all parts, which give it nothing: the
-    gradients arise here."""
+    gradients arise here. On the stream of the parts, for nothing else orders them after those."""
 
     @staticmethod
     def forward(
@@ -141,7 +142,7 @@ class _WeightsOfParts(torch.autograd.Function):
         grad_scale: float,
         *weights: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        ctx.factors, ctx.config, ctx.grad_scale = factors, config, grad_scale
+        ctx.factors, ctx.config, ctx.grad_scale, ctx.left = factors, config, grad_scale, left()
         ctx.set_materialize_grads(False)  # zeros as large as the weights
         return tuple(None if weight is None else weight.detach() for weight in weights)
 
@@ -154,7 +155,7 @@ class _WeightsOfParts(torch.autograd.Function):
 @once_differentiable
 def _of_all_parts(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad[3:]
-    with in_stage("experts_backward"):
+    with in_stage("experts_backward"), leaving(ctx.left):
         return (*[None] * 3, *_of_weights(_joined(ctx.factors), needs, ctx.config, ctx.grad_scale))
 
 
@@ -232,7 +233,7 @@ def _gradients(ctx: Any, d_out: Tensor) -> list[Tensor | None]:
     )
     factors = Factors(rows, d_out, gates, local_ids, grads.pre, grads.weighted_h, packed)
     # Of two products beside each other one would take the multiprocessors that the other leaves.
-    second = None if ctx.left else ops.SecondStream(d_out.device)
+    second = None if ctx.left or ctx.part is not None else ops.SecondStream(d_out.device)
     of_weights: list[Tensor | None] = [None] * 4
     if ctx.part is None:
         with nullcontext() if second is None else second.launch():

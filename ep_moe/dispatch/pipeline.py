@@ -11,8 +11,8 @@ The backward is the same pipeline, and made by autograd alone: it runs a node's 
 stream of its forward, makes that stream wait for another where a gradient crosses, and not sooner
 than for the node that takes it, and of the nodes that are ready it takes the one that was made
 last. Of three parts the moves are then the gradients of 2 back, 1 back, 2 out, 0 back, 1 out and
-0 out, on every rank alike. Before the last of them the experts make the gradients of their weights,
-of all parts' rows (`Experts.in_parts`), with all multiprocessors.
+0 out, on every rank alike. Before the last of them is launched, and beside it where the host is
+ahead, the experts make the gradients of their weights, of all parts' rows (`Experts.in_parts`).
 
 Memory that crosses streams goes back to the one that it came from, which may write it again at
 once. Three rules keep it until it has been read, all but one without `record_stream`: that would

@@ -60,7 +60,7 @@ def weighted_sum_backward(
     packed_of_arrived[a,k] >= 0.
 
     The expert MLP does not call it: it never keeps y, and has the gate gradient from the activation
-    (`experts.py`).
+    (`expert_mlp.py`).
     """
     dtype, rows = accumulation_dtype(y.dtype), len(y)
     if not rows:

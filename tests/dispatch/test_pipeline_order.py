@@ -230,8 +230,7 @@ def left_to_moves(rank):
 
 def test_the_experts_leave_multiprocessors_to_the_moves():
     for seen, *others in run_ranks(left_to_moves, 2):
-        # Each weight's, of both parts: what they would leave, nobody would take.
-        assert seen == [("forward", 5)] * 2 + [("back", 0)] * 2
+        assert seen == [("forward", 5)] * 2 + [("back", 5)] * 2  # of both parts, each weight's
         assert others == [0, 0]
 
 
