@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ep_moe.kernels.activation import activate, slopes
-from ep_moe.kernels.launch import bound
+from ep_moe.kernels.launch import bound, cdiv
 
 ROWS, COLUMNS = 4, 256
 
@@ -37,7 +37,7 @@ def activation_backward(
         "enable_fp_fusion": True,
     }
     tensors = (d_h, pre, gates, arrived, choice, total, d_pre, weighted_h, d_gate)
-    _activation_backward((triton.cdiv(slots, ROWS), 1, 1), tensors, (), constants)
+    _activation_backward((cdiv(slots, ROWS), 1, 1), tensors, (), constants)
 
 
 @bound

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ep_moe.kernels.launch import bound
+from ep_moe.kernels.launch import bound, cdiv, next_power_of_2
 
 ROWS, COLUMNS = 4, 1024
 
@@ -22,9 +22,9 @@ def gather(
     rows = rows.contiguous()
     slots, width = arrived_of_packed.shape[0], rows.shape[1]
     packed = rows.new_empty(slots, width) if into is None else into
-    columns = min(COLUMNS, triton.next_power_of_2(width))
+    columns = min(COLUMNS, next_power_of_2(width))
     if slots:
-        grid = (triton.cdiv(slots, ROWS), triton.cdiv(width, columns), 1)
+        grid = (cdiv(slots, ROWS), cdiv(width, columns), 1)
         constants = {"H": width, "ROWS": ROWS, "COLUMNS": columns}
         numbers = (offsets.shape[0] - 1, first, rows.shape[0])
         _gather(grid, (rows, arrived_of_packed, offsets, packed), numbers, constants)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ep_moe.kernels.activation import GATED, activate, slopes
 from ep_moe.kernels.activation_backward import activation_backward
 from ep_moe.kernels.gather import gather
-from ep_moe.kernels.launch import bound
+from ep_moe.kernels.launch import bound, cdiv, next_power_of_2
 from ep_moe.kernels.tiles import (
     Tile,
     descriptor,
@@ -121,7 +121,7 @@ def hidden_backward(
         tile = tile._replace(step=0)
     d_gate = None
     if gates is not None:
-        blocks = triton.cdiv(width, tile.block_n) if tile.step else 1
+        blocks = cdiv(width, tile.block_n) if tile.step else 1
         d_gate = d_out.new_empty(blocks, slots, dtype=torch.float32)
     index, choice = packed.arrived_of_packed, packed.choice_of_packed
     common = {"arrived_of_packed": index, "TRANSPOSED": True, "PRECISION": precision}
@@ -182,8 +182,8 @@ def _launch(
         weight_halves, depth, halves = 1, weight.shape[1], 1
     else:
         weight_halves, depth = halves, weight.shape[2]
-    most = min(triton.cdiv(slots, tile.block_m) + experts, slots)
-    most *= triton.cdiv(columns, tile.block_n)
+    most = min(cdiv(slots, tile.block_m) + experts, slots)
+    most *= cdiv(columns, tile.block_n)
     if not slots:
         return
     gathered = arrived_of_packed is not None
@@ -245,7 +245,7 @@ def _launch(
     index = (arrived_of_packed, choice_of_packed)
     tensors = (x, weight, bias, offsets, *index, gates, y, pre, d_pre, d_gate)
     constants = {
-        "EXPERTS": triton.next_power_of_2(experts),
+        "EXPERTS": next_power_of_2(experts),
         "K": depth,
         "N": columns,
         "P": halves,

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ep_moe.kernels.gather import gather
-from ep_moe.kernels.launch import bound
+from ep_moe.kernels.launch import bound, cdiv
 from ep_moe.kernels.tiles import (
     Tile,
     descriptor,
@@ -69,7 +69,7 @@ def grouped_wgrad(
     stores = tma and tile.tma_store and into is None
     if stores:
         operands["d_weight"] = descriptor(d_weight, 1, tile.block_m, tile.block_n)
-    tiles = experts * triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n)
+    tiles = experts * cdiv(m, tile.block_m) * cdiv(n, tile.block_n)
     constants = {
         "M": m,
         "N": n,
@@ -101,7 +101,7 @@ def grouped_bias_grad(
     d_y = d_y.contiguous()
     experts, columns = len(offsets) - 1, d_y.shape[1]
     d_bias = d_y.new_empty(experts, columns)
-    grid = (experts, triton.cdiv(columns, BIAS_COLUMNS), 1)
+    grid = (experts, cdiv(columns, BIAS_COLUMNS), 1)
     tensors = (d_y, offsets, arrived_of_packed, gate_of_packed, d_bias)
     constants = {
         "N": columns,

@@ -9,7 +9,6 @@ by warps of their own.
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ep_moe.kernels.activation import activate
 from ep_moe.kernels.device import architecture
-from ep_moe.kernels.launch import bound
+from ep_moe.kernels.launch import bound, next_power_of_2
 from ep_moe.kernels.tiles import FAR, Tile, programs, takes_descriptors
 
 # They were renamed after triton 3.6.
@@ -77,7 +76,7 @@ def grouped_gemm(
         arrived_of_packed,
     )
     constants = {
-        "EXPERTS": triton.next_power_of_2(experts),
+        "EXPERTS": next_power_of_2(experts),
         "K": depth,
         "N": columns,
         "P": halves,

@@ -2,7 +2,6 @@
 that multiply, as in `kernels.hopper`. The pre-activation comes 64 columns at a time, each part
 while the one before is worked on."""
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,7 +23,7 @@ from ep_moe.kernels.hopper import (
     ragged,
     start,
 )
-from ep_moe.kernels.launch import bound
+from ep_moe.kernels.launch import bound, next_power_of_2
 from ep_moe.kernels.tiles import Tile, programs
 
 STAGES = 3  # beside two buffers of the pre-activation and three of results
@@ -64,7 +63,7 @@ def hidden_backward(
         gates,
     )
     constants = {
-        "EXPERTS": triton.next_power_of_2(experts),
+        "EXPERTS": next_power_of_2(experts),
         "K": depth,
         "N": columns,
         "TOP_K": 1 if gates is None else gates.shape[1],

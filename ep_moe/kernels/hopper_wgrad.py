@@ -1,6 +1,5 @@
 """The weight gradient on Hopper with its work split among warps, as in `kernels.hopper`."""
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,7 +18,7 @@ from ep_moe.kernels.hopper import (
     result_to,
     start,
 )
-from ep_moe.kernels.launch import bound
+from ep_moe.kernels.launch import bound, cdiv
 from ep_moe.kernels.tiles import Tile, programs
 
 REGISTERS = gl.constexpr(88)  # of a thread that fetches: indices, and as many addresses
@@ -38,7 +37,7 @@ def grouped_wgrad(
 ) -> None:
     """scale * sum_s d_y[s] x[s]^T into d_weight (E,M,N)."""
     experts, m, n = d_weight.shape
-    tiles = experts * triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n)
+    tiles = experts * cdiv(m, tile.block_m) * cdiv(n, tile.block_n)
     tensors = (
         d_y if gathered == "d_y" else ragged(d_y[:, None], tile.block_k, tile.block_m),
         x if gathered == "x" else ragged(x[:, None], tile.block_k, tile.block_n),

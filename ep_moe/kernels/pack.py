@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ep_moe.kernels.launch import bound
+from ep_moe.kernels.launch import bound, cdiv, next_power_of_2
 
 BLOCK = 128
 SCANNED = 512  # blocks at a time
@@ -21,10 +21,10 @@ def count(ids: Tensor, num_experts: int) -> Tensor:
     """(blocks, E) int32: how often each expert stands in each block of the flat (T,K) int32 ids; -1
     counts nowhere."""
     slots = ids.numel()
-    blocks = triton.cdiv(slots, BLOCK)
+    blocks = cdiv(slots, BLOCK)
     counts = torch.empty(blocks, num_experts, dtype=torch.int32, device=ids.device)
     if blocks:
-        bins = max(triton.next_power_of_2(num_experts), 32)
+        bins = max(next_power_of_2(num_experts), 32)
         sizes = {"E": num_experts, "BINS": bins, "BLOCK": BLOCK, "sanitize_overflow": False}
         _count((blocks, 1, 1), (ids, counts), (slots,), sizes)
     return counts
@@ -43,8 +43,8 @@ def pack(local_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, T
     before, totals = count(local_ids, num_experts), local_ids.new_empty(num_experts)
     offsets = local_ids.new_empty(num_experts + 1)
     blocks, sizes = before.shape[0], {"E": num_experts, "SCANNED": SCANNED, "COLUMNS": COLUMNS}
-    _sum_blocks((triton.cdiv(num_experts, COLUMNS), 1, 1), (before, totals), (blocks,), sizes)
-    experts = triton.next_power_of_2(num_experts)
+    _sum_blocks((cdiv(num_experts, COLUMNS), 1, 1), (before, totals), (blocks,), sizes)
+    experts = next_power_of_2(num_experts)
     sizes = {"E": num_experts, "K": top_k, "EXPERTS": experts, "BLOCK": BLOCK}
     tensors = (local_ids, before, totals, arrived, choice, packed, offsets)
     _place((blocks, 1, 1), tensors, (slots,), sizes)

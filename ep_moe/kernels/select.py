@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ep_moe.kernels.device import multiprocessors
-from ep_moe.kernels.launch import bound
+from ep_moe.kernels.launch import bound, cdiv, next_power_of_2
 from ep_moe.kernels.scores import (
     GREATEST,
     exp,
@@ -73,7 +73,7 @@ def select_forward(
     sums, grid, length = None, (tokens, 1, 1), tokens
     if segments is not None:
         length = tokens // max(segments, 1)
-        wanted = triton.cdiv(PROGRAMS_PER_SM * multiprocessors(logits.device), max(segments, 1))
+        wanted = cdiv(PROGRAMS_PER_SM * multiprocessors(logits.device), max(segments, 1))
         programs = max(min(length, wanted), 1)
         sums = weights.new_empty(segments, programs, num_experts + 1)
         grid = (segments, programs, 1)  # the second is at most 65,535
@@ -87,7 +87,7 @@ def select_forward(
             "SCORING": scoring_func,
             "RENORMALIZE": renormalize,
             "UNIFORM": uniform,
-            "LANES": max(WARP.value, *map(triton.next_power_of_2, (top_k, groups))),
+            "LANES": max(WARP.value, *map(next_power_of_2, (top_k, groups))),
             "num_warps": 1,
             "enable_fp_fusion": False,
         }

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ep_moe.kernels.launch import bound
+from ep_moe.kernels.launch import bound, next_power_of_2
 from ep_moe.kernels.scores import exp, log_score, log_score_slope, softmax_parts
 
 MINUS_INF = tl.constexpr(float("-inf"))
@@ -58,8 +58,8 @@ def select_backward(
             "SCORING": scoring_func,
             "RENORMALIZE": renormalize,
             "UNIFORM": uniform,
-            "EXPERTS": triton.next_power_of_2(num_experts),
-            "CHOICES": triton.next_power_of_2(top_k),
+            "EXPERTS": next_power_of_2(num_experts),
+            "CHOICES": next_power_of_2(top_k),
             "num_warps": 1 if num_experts <= 1024 else 4,
         }
         _select_backward((tokens, 1, 1), tensors, numbers, constants)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ep_moe.kernels.device import registers
-from ep_moe.kernels.launch import bound
+from ep_moe.kernels.launch import bound, cdiv, next_power_of_2
 
 SCANNED = 16384  # ids at a time
 TOKENS = 2048  # of them at most: a thread counts for each of its tokens
@@ -33,9 +33,9 @@ def send_order(
     token_of_sent = blocks.new_empty(tokens * min(ranks, top_k))
     sent_of_token = blocks.new_empty(tokens, ranks)
     offsets = blocks.new_empty(ranks + 1)
-    choices = triton.next_power_of_2(top_k)
-    lanes = max(min(triton.cdiv(tokens, LANE), MOST // ranks), 1)
-    lanes = triton.next_power_of_2(lanes + 1) // 2  # rounded down: each number is compiled
+    choices = next_power_of_2(top_k)
+    lanes = max(min(cdiv(tokens, LANE), MOST // ranks), 1)
+    lanes = next_power_of_2(lanes + 1) // 2  # rounded down: each number is compiled
     constants = {
         "EACH": num_experts // ranks,
         "W": ranks,
@@ -43,7 +43,7 @@ def send_order(
         "WORDS": words.shape[1],
         "WIDTH": width,
         "CHOICES": choices,
-        "COLUMNS": triton.next_power_of_2(words.shape[1]),
+        "COLUMNS": next_power_of_2(words.shape[1]),
         "SCAN": min(max(SCANNED // choices, 1), TOKENS),
         "BLOCK": max(min(SCANNED // 4 // choices, LANE), 1),
         "LANES": lanes,
@@ -65,16 +65,16 @@ def open_blocks(
     if arrived:
         words = weights.view(torch.int32)
         constants = {
-            "SOURCES": triton.next_power_of_2(ranks),
+            "SOURCES": next_power_of_2(ranks),
             "W": ranks,
             "K": top_k,
             "WORDS": words.shape[1],
             "WIDTH": width,
-            "CHOICES": triton.next_power_of_2(top_k),
-            "COLUMNS": triton.next_power_of_2(words.shape[1]),
+            "CHOICES": next_power_of_2(top_k),
+            "COLUMNS": next_power_of_2(words.shape[1]),
             "BLOCK": LINES,
         }
-        grid = (triton.cdiv(max(rows), LINES), ranks, 1)
+        grid = (cdiv(max(rows), LINES), ranks, 1)
         _open_blocks(grid, (blocks, local_ids, words), (lines,), constants)
     return local_ids, weights
 

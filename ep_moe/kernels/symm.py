@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ep_moe.kernels.device import registers
 from ep_moe.kernels.flags import GROUPS, release, words
-from ep_moe.kernels.launch import bound
+from ep_moe.kernels.launch import bound, cdiv, next_power_of_2
 from ep_moe.kernels.window import (
     SLOTS,
     VARYING,
@@ -94,7 +94,7 @@ def take(window: Tensor, out: Tensor, order: Order, link: Link) -> None:
     """The rows that arrived from others, of a window's (A,H), copied to `out` (A,H)."""
     width = out.shape[1]
     sizes = tile_sizes(link.ranks, width, out.element_size(), size=TAKEN)
-    grid = (triton.cdiv(link.most, sizes["ROWS"]), link.ranks - 1, 1)
+    grid = (cdiv(link.most, sizes["ROWS"]), link.ranks - 1, 1)
     if grid[1]:
         _take(grid, (window, out, order.words), (link.rank, link.most), sizes)
 
@@ -108,7 +108,7 @@ def _constants(ranks: int, width: int, item: int, programs: int) -> dict[str, in
 
 @cache
 def _constants_of_choices(each: int, top_k: int) -> dict[str, int]:
-    choices = triton.next_power_of_2(top_k)
+    choices = next_power_of_2(top_k)
     scan, block = max(SCANNED // choices, 1), max(SCANNED // 4 // choices, 1)
     sizes = {"EACH": each, "K": top_k, "CHOICES": choices, "SCAN": scan, "BLOCK": block}
     return {**sizes, "sanitize_overflow": False}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ep_moe.kernels.device import registers
 from ep_moe.kernels.flags import GROUPS, release, wait
-from ep_moe.kernels.launch import bound
+from ep_moe.kernels.launch import bound, cdiv, next_power_of_2
 from ep_moe.kernels.window import (
     ARRIVAL,
     BEGINNING,
@@ -51,7 +51,7 @@ def combine(rows: Tensor, order: Order, link: Link) -> Tensor:
         _prepare_graph(rows.dtype, rows.device, ranks, width, link.programs)
     elif summed < tokens:
         constants = _constants_of_others(ranks, width, item)
-        grid = (tokens - summed, triton.cdiv(width, constants["COLUMNS"]), 1)
+        grid = (tokens - summed, cdiv(width, constants["COLUMNS"]), 1)
         _sum_others(grid, (rows, out, order.words, link.peers), (link.rank, summed), constants)
     return out
 
@@ -60,12 +60,12 @@ def combine(rows: Tensor, order: Order, link: Link) -> Tensor:
 def _constants(ranks: int, width: int, item: int, programs: int, *, few: bool) -> dict[str, int]:
     pushers = max(programs // 2, 1)
     sizes = tile_sizes(ranks, width, item)
-    summed = sizes["ROWS"] * (1 if few else 2) // triton.next_power_of_2(ranks)
+    summed = sizes["ROWS"] * (1 if few else 2) // next_power_of_2(ranks)
     return {
         **sizes,
-        "RANKS": triton.next_power_of_2(ranks),
+        "RANKS": next_power_of_2(ranks),
         "PUSHERS": pushers,
-        "FLAGS": triton.next_power_of_2(pushers),
+        "FLAGS": next_power_of_2(pushers),
         "SUMMERS": max(programs - pushers, 1),
         "SUMMED": max(summed, 1),
         "num_warps": 16,
@@ -75,7 +75,7 @@ def _constants(ranks: int, width: int, item: int, programs: int, *, few: bool) -
 
 @cache
 def _constants_of_others(ranks: int, width: int, item: int) -> dict[str, int]:
-    columns = min(2048, triton.next_power_of_2(width))
+    columns = min(2048, next_power_of_2(width))
     warps = max(1, columns * item // 512)
     return {"W": ranks, "WIDTH": width, "COLUMNS": columns, "num_warps": warps}
 

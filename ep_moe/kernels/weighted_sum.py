@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ep_moe.kernels.launch import bound
+from ep_moe.kernels.launch import bound, cdiv, next_power_of_2
 
 COLUMNS = 2048
 SLOTS = 256
@@ -21,13 +21,13 @@ def weighted_sum(y: Tensor, gate_weights: Tensor | None, packed_of_arrived: Tens
     rows, top_k = packed_of_arrived.shape
     width = y.shape[1]
     out = y.new_empty(rows, width)
-    columns = min(COLUMNS, triton.next_power_of_2(width))
+    columns = min(COLUMNS, next_power_of_2(width))
     if rows:
         gates = None if gate_weights is None else gate_weights.contiguous()
         warps = max(1, columns * y.element_size() // 512)
         constants = {"H": width, "K": top_k, "COLUMNS": columns}
         options = {"num_warps": warps, "enable_fp_fusion": False}
-        grid = (rows, triton.cdiv(width, columns), 1)
+        grid = (rows, cdiv(width, columns), 1)
         _weighted_sum(grid, (y, gates, packed_of_arrived, out), (), constants | options)
     return out
 
@@ -41,7 +41,7 @@ def sum_parts(parts: Tensor, packed_of_arrived: Tensor) -> Tensor:
     if slots:
         blocks, stride = parts.shape
         tensors, integers = (parts, packed_of_arrived, out), (slots, stride, blocks)
-        _sum_parts((triton.cdiv(slots, SLOTS), 1, 1), tensors, integers, {"SLOTS": SLOTS})
+        _sum_parts((cdiv(slots, SLOTS), 1, 1), tensors, integers, {"SLOTS": SLOTS})
     return out
 
 

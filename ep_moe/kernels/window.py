@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ep_moe.kernels.flags import GROUPS, release, wait
+from ep_moe.kernels.launch import next_power_of_2
 
 SLOTS = tl.constexpr(128)  # programs that a rank may have
 BYTES = 65536  # that a program has under way
@@ -81,7 +82,7 @@ def tile_sizes(ranks: int, width: int, item: int, *, size: int | None = None) ->
     size = size or BYTES
     columns = min(width & -width, 1024)
     if columns < 256:
-        columns = min(triton.next_power_of_2(width), 1024)
+        columns = min(next_power_of_2(width), 1024)
     rows = min(max(size // (columns * item), 1), 512)
     return {"W": ranks, "WIDTH": width, "ROWS": rows, "COLUMNS": columns}
 

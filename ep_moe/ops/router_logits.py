@@ -61,7 +61,7 @@ def _backward_bf16(
     """d_logits = high + low, to 16 bits of mantissa; one product each takes both."""
     high = d_logits.bfloat16()
     both = torch.cat([high, (d_logits - high).bfloat16()], dim=1)  # (T,2E)
-    d_x = torch.mm(both, weight.repeat(2, 1)) if needs_x else None
+    d_x = torch.mm(both, torch.cat([weight, weight])) if needs_x else None
     d_weight = None
     if needs_weight:
         halves = torch.mm(both.t(), x, out_dtype=torch.float32).view(2, *weight.shape)

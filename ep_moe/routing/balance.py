@@ -63,8 +63,8 @@ def load_loss(
 
     t_p = number(num_tokens)
     t_n = t_p if counted_tokens is None else number(counted_tokens)
-    weight = tokens_per_expert / (t_n * t_p)[..., None]
-    return ((weight * p_sum).sum(-1) * (num_experts / top_k)).to(dtype)
+    weight = tokens_per_expert / (t_n * t_p * (top_k / num_experts))[..., None]
+    return (weight * p_sum).sum(-1)
 
 
 def z_loss(logits: Tensor, *, is_token: Tensor | None = None) -> Tensor:

@@ -104,13 +104,18 @@ class Router(nn.Module):
         self._count(n)
         total = n.sum()
         tokens = total // config.top_k  # each has so many choices, before any is dropped
-        aux, z = (logits.new_zeros((), dtype=routing.gate_weights.dtype) for _ in range(2))
+        aux = z = None
         if config.aux_loss_coef and p_sum is not None:
             aux = self._aux_loss(p_sum, choice.wanted, n, tokens) * config.aux_loss_coef
         if config.z_loss_coef and z_sum is not None:
             z = z_sum.sum() / tokens.clamp_min(1) * config.z_loss_coef
         dropped = total - choice.kept.sum() if choice.may_drop else torch.zeros_like(total)
-        return routing, RoutingStats(n, dropped, aux, z)
+
+        def or_zero(loss: Tensor | None) -> Tensor:
+            dtype = routing.gate_weights.dtype
+            return logits.new_zeros((), dtype=dtype) if loss is None else loss
+
+        return routing, RoutingStats(n, dropped, or_zero(aux), or_zero(z))
 
     def _count(self, n: Tensor) -> None:
         """Not in evaluation, and not a second time when a checkpoint recomputes."""
@@ -123,7 +128,7 @@ class Router(nn.Module):
             return self._sequence(p_sum, wanted)
         if self.config.aux_loss_scope == "global":
             return self._global(p_sum, n, tokens)
-        return balance.load_loss(p_sum[0], n, top_k=self.config.top_k, num_tokens=tokens)
+        return balance.load_loss(p_sum.squeeze(0), n, top_k=self.config.top_k, num_tokens=tokens)
 
     def _sequence(self, p_sum: Tensor, wanted: Tensor) -> Tensor:
         """Balance within each sequence; sum over this rank's, times ranks / all ranks' sequences:
@@ -146,7 +151,7 @@ class Router(nn.Module):
         total = once(lambda: self.reduce(local))
         n_all, all_tokens = total[:-1], total[-1]
         loss = balance.load_loss(
-            p_sum[0],
+            p_sum.squeeze(0),
             n_all,
             top_k=self.config.top_k,
             num_tokens=all_tokens,
