@@ -26,6 +26,7 @@ from ep_moe.ops.hidden import (
     hidden_ref,
     of_choice,
 )
+from ep_moe.ops.load_loss import LoadLoss, load_loss, load_loss_ref
 from ep_moe.ops.numerics import (
     ROW_BLOCK,
     Numerics,
@@ -69,6 +70,7 @@ __all__ = [
     "Activation",
     "Hidden",
     "HiddenGrads",
+    "LoadLoss",
     "Numerics",
     "SecondStream",
     "Selected",
@@ -90,6 +92,8 @@ __all__ = [
     "hidden_backward",
     "hidden_backward_ref",
     "hidden_ref",
+    "load_loss",
+    "load_loss_ref",
     "matmul",
     "needs_logits",
     "of_choice",

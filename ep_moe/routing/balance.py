@@ -5,9 +5,11 @@ n_i = choices of expert i, before any dropping, real tokens only; p = unbiased p
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ep_moe import ops
 from ep_moe.errors import InputError
@@ -37,13 +39,13 @@ def aux_loss(
     Source: https://arxiv.org/abs/2101.03961, eq. 4, divided by K so that its scale does not depend
     on K; with n of a wider scope than p, https://arxiv.org/abs/2501.11873.
     """
-    return load_loss(
+    return ops.load_loss_ref(
         probabilities.sum(-2),
         tokens_per_expert,
         top_k=top_k,
         num_tokens=num_tokens,
-        counted_tokens=counted_tokens,
-    )
+        counted_tokens=num_tokens if counted_tokens is None else counted_tokens,
+    ).loss
 
 
 def load_loss(
@@ -51,20 +53,30 @@ def load_loss(
     tokens_per_expert: Tensor,
     *,
     top_k: int,
-    num_tokens: Tensor | int,
-    counted_tokens: Tensor | int | None = None,
+    scale: float,
+    num_tokens: Tensor | None = None,
 ) -> Tensor:
-    """`aux_loss` from p_sum (..., E), the sum of the probabilities over the tokens."""
-    num_experts, dtype = p_sum.shape[-1], p_sum.dtype
+    """`aux_loss`, `scale` times, from p_sum (..., E), the sum of the probabilities over the tokens;
+    by default those that n counts."""
+    return _LoadLoss.apply(p_sum, tokens_per_expert, top_k, scale, num_tokens)
 
-    def number(tokens: Tensor | int) -> Tensor:
-        """In floating point: T^2 passes int32 at 46,341 tokens."""
-        return torch.as_tensor(tokens, device=p_sum.device).to(dtype).clamp_min(1)
 
-    t_p = number(num_tokens)
-    t_n = t_p if counted_tokens is None else number(counted_tokens)
-    weight = tokens_per_expert / (t_n * t_p * (top_k / num_experts))[..., None]
-    return (weight * p_sum).sum(-1)
+class _LoadLoss(torch.autograd.Function):
+    """ops.load_loss with its backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, p_sum: Tensor, n: Tensor, top_k: int, scale: float, num_tokens: Tensor | None
+    ) -> Tensor:
+        loss, weight = ops.load_loss(p_sum, n, top_k=top_k, scale=scale, num_tokens=num_tokens)
+        ctx.save_for_backward(weight)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        return d_loss[..., None] * weight, None, None, None, None
 
 
 def z_loss(logits: Tensor, *, is_token: Tensor | None = None) -> Tensor:

@@ -102,14 +102,12 @@ class Router(nn.Module):
         )
         n = balance.count_tokens(choice.wanted, config.num_experts)
         self._count(n)
-        total = n.sum()
-        tokens = total // config.top_k  # each has so many choices, before any is dropped
         aux = z = None
         if config.aux_loss_coef and p_sum is not None:
-            aux = self._aux_loss(p_sum, choice.wanted, n, tokens) * config.aux_loss_coef
+            aux = self._aux_loss(p_sum, choice.wanted, n)
         if config.z_loss_coef and z_sum is not None:
-            z = z_sum.sum() / tokens.clamp_min(1) * config.z_loss_coef
-        dropped = total - choice.kept.sum() if choice.may_drop else torch.zeros_like(total)
+            z = z_sum.sum() / self._tokens(n).clamp_min(1) * config.z_loss_coef
+        dropped = n.sum() - choice.kept.sum() if choice.may_drop else n.new_zeros(())
 
         def or_zero(loss: Tensor | None) -> Tensor:
             dtype = routing.gate_weights.dtype
@@ -117,46 +115,48 @@ class Router(nn.Module):
 
         return routing, RoutingStats(n, dropped, or_zero(aux), or_zero(z))
 
+    def _tokens(self, n: Tensor) -> Tensor:
+        """Each has so many choices, before any is dropped."""
+        return n.sum() // self.config.top_k
+
     def _count(self, n: Tensor) -> None:
         """Not in evaluation, and not a second time when a checkpoint recomputes."""
         if self.counting and self.training and torch.is_grad_enabled() and not in_backward():
             before = 0 if self.tokens_since_step is None else self.tokens_since_step.to(n.device)
             self.tokens_since_step = before + n
 
-    def _aux_loss(self, p_sum: Tensor, wanted: Tensor, n: Tensor, tokens: Tensor) -> Tensor:
+    def _aux_loss(self, p_sum: Tensor, wanted: Tensor, n: Tensor) -> Tensor:
         if self.config.aux_loss_scope == "sequence":
             return self._sequence(p_sum, wanted)
         if self.config.aux_loss_scope == "global":
-            return self._global(p_sum, n, tokens)
-        return balance.load_loss(p_sum.squeeze(0), n, top_k=self.config.top_k, num_tokens=tokens)
+            return self._global(p_sum, n)
+        return self._load_loss(p_sum.squeeze(0), n)
+
+    def _load_loss(self, p_sum: Tensor, n: Tensor, **tokens: Tensor) -> Tensor:
+        top_k, scale = self.config.top_k, self.config.aux_loss_coef
+        return balance.load_loss(p_sum, n, top_k=top_k, scale=scale, **tokens)
 
     def _sequence(self, p_sum: Tensor, wanted: Tensor) -> Tensor:
         """Balance within each sequence; sum over this rank's, times ranks / all ranks' sequences:
         the mean over ranks depends neither on their number nor on micro-batching."""
         length = len(wanted) // max(len(p_sum), 1)
         wanted_BLK = wanted.view(len(p_sum), length, wanted.shape[1])
-        tokens_B = (wanted_BLK[..., 0] >= 0).sum(dim=1)
-        n_BE = balance.count_tokens(wanted_BLK, self.config.num_experts)
-        per_sequence = balance.load_loss(p_sum, n_BE, top_k=self.config.top_k, num_tokens=tokens_B)
-        all_sequences = once(lambda: self.reduce((tokens_B > 0).sum())).clamp_min(1)
+        per_sequence = self._load_loss(
+            p_sum, balance.count_tokens(wanted_BLK, self.config.num_experts)
+        )
+        sequences = (wanted_BLK[..., 0] >= 0).any(dim=1).sum()
+        all_sequences = once(lambda: self.reduce(sequences)).clamp_min(1)
         return per_sequence.sum() * self.num_ranks / all_sequences
 
-    def _global(self, p_sum: Tensor, n: Tensor, tokens: Tensor) -> Tensor:
+    def _global(self, p_sum: Tensor, n: Tensor) -> Tensor:
         """Balance over all ranks and, when counting, the accumulation steps so far; the mean of the
         ranks' values is the global loss, for uneven and empty ranks too. Evaluation between two
         steps is no part of them."""
         so_far = self.tokens_since_step if self.training and torch.is_grad_enabled() else None
         counted = n if so_far is None else so_far
-        local = torch.cat([counted, tokens[None]])
+        local = torch.cat([counted, self._tokens(n)[None]])
         total = once(lambda: self.reduce(local))
-        n_all, all_tokens = total[:-1], total[-1]
-        loss = balance.load_loss(
-            p_sum.squeeze(0),
-            n_all,
-            top_k=self.config.top_k,
-            num_tokens=all_tokens,
-            counted_tokens=n_all.sum() / self.config.top_k,
-        )
+        loss = self._load_loss(p_sum.squeeze(0), total[:-1], num_tokens=total[-1])
         return loss * self.num_ranks
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Router":

@@ -18,6 +18,7 @@ from ep_moe.kernels import (
     gather,
     grouped_gemm,
     grouped_wgrad,
+    load_loss,
     pack,
     select,
     select_backward,
@@ -80,6 +81,11 @@ def router() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "softmax", lambda: backward(256, sums=False, renormalize=False)
     sigmoid = {"scoring_func": "sigmoid", "uniform": True}
     yield "sigmoid, sums", lambda: backward(256, sums=True, **sigmoid)
+    counts, tokens = empty(4, 160, dtype=torch.int64), floats(4)
+    loss = partial(load_loss.load_loss, floats(4, 161)[:, :160], counts, top_k=8, scale=1.0)
+    yield "as counted", lambda: loss(None, None)
+    yield "of more than counted", lambda: loss(tokens, None)
+    yield "both given", lambda: loss(tokens, tokens)
     yield "", lambda: pack.pack(ints(T, 8), 256)
     for ranks in (2, 8):
         link = symm.Link(

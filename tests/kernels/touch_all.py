@@ -30,6 +30,7 @@ def router(tokens: int, experts: int, top_k: int, device: torch.device) -> None:
     for scoring in ("softmax", "sigmoid", "sqrtsoftplus"):
         config = SelectionConfig(top_k=top_k, scoring_func=scoring)
         found = ops.select(logits, config, expert_bias=logits[0].clone(), segments=1)
+        ops.load_loss(found.p_sum, ops.count(found.ids, experts)[None], top_k=top_k)
         ops.select_backward(
             found.gate_weights,
             logits[:1].clone(),
