@@ -8,6 +8,7 @@ from ep_moe import ExpertParallel, Experts, Routing
 from ep_moe.dispatch import combine, dispatch, make_transport
 from ep_moe.exact import exact_linear, split_slots, sum_slots
 from ep_moe.routing import Router
+from ep_moe.routing.balance import load_loss
 from ep_moe.types import Arrived
 from tests.helpers import random_local_ids, small_config
 
@@ -46,6 +47,7 @@ def through_combine(x):
 
 FUNCTIONS = {
     "router": lambda x: Router(CONFIG).double().logits(x),
+    "load_loss": lambda x: load_loss(x, torch.ones(HIDDEN, dtype=torch.int64), top_k=1, scale=1.0),
     "dispatch": lambda x: dispatch(x, routing(), CONFIG.num_experts, transport()).rows,
     "experts": lambda x: whole(experts(), x),
     "experts in parts": lambda x: in_parts(experts(), x),

@@ -17,22 +17,24 @@ def load_loss(
     top_k: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """p_sum (B,E) fp32, tokens_per_expert (B,E) int64, numbers of tokens (B,) fp32 -> the loss (B,)
-    and its derivative by p_sum (B,E), fp32. Without counted_tokens as many as stand in
-    tokens_per_expert, without num_tokens as many as are counted."""
-    rows, experts = p_sum.shape
-    p_sum = p_sum if p_sum.stride(1) == 1 else p_sum.contiguous()
-    loss, weight = p_sum.new_empty(rows), p_sum.new_empty(rows, experts)
-    if rows:
-        tensors = (p_sum, tokens_per_expert.contiguous(), num_tokens, counted_tokens, loss, weight)
-        numbers = (p_sum.stride(0), float(top_k / experts), float(scale))
+    """p_sum (...,E) fp32, tokens_per_expert (...,E) int64, numbers of tokens (...) fp32 -> the loss
+    (...) and its derivative by p_sum (...,E), fp32. Without counted_tokens sum(n) // K, without
+    num_tokens as many as are counted."""
+    *batch, experts = p_sum.shape
+    loss, weight = p_sum.new_empty(batch), p_sum.new_empty(p_sum.shape)
+    if loss.numel():
+        rows = p_sum.reshape(-1, experts)
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        tokens = (None if t is None else t.contiguous() for t in (num_tokens, counted_tokens))
+        tensors = (rows, tokens_per_expert.contiguous(), *tokens, loss, weight)
+        numbers = (rows.stride(0), float(top_k / experts), float(scale))
         constants = {
             "E": experts,
             "K": top_k,
             "EXPERTS": next_power_of_2(experts),
             "enable_fp_fusion": False,
         }
-        _load_loss((rows, 1, 1), tensors, numbers, constants)
+        _load_loss((loss.numel(), 1, 1), tensors, numbers, constants)
     return loss, weight
 
 
@@ -52,7 +54,7 @@ def _load_loss(
     K: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Grid (B,). share = K / E."""
+    """A program a row. share = K / E."""
     row, e = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS)
     n = tl.load(tokens_per_expert + row * E + e, mask=e < E, other=0)
     if counted_tokens is None:

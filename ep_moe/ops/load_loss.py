@@ -23,12 +23,14 @@ def load_loss(
 ) -> LoadLoss:
     """scale * E / (K T_n T) * sum_i n_i * p_sum_i: with scale 1, 1 at perfect balance.
 
-    p_sum (...,E) over T = num_tokens (...) tokens, tokens_per_expert n (...,E) int64 of T_n =
-    counted_tokens (...); by default T_n = sum(n) / K, and T = T_n. T = 0 gives 0.
+    p_sum (...,E) over T = num_tokens (...) tokens, tokens_per_expert n (...,E) of T_n =
+    counted_tokens (...); by default T_n = sum(n) // K, and T = T_n -> in the dtype of p_sum. T = 0
+    gives 0.
 
     E=2, K=1, n=[2,0], p_sum=[1.4,0.6]  ->  2 / (2*2) * 2 * 1.4 = 1.4
     """
-    if not (p_sum.is_cuda and p_sum.dtype == torch.float32):
+    served = p_sum.dtype == torch.float32 and tokens_per_expert.dtype == torch.int64
+    if not (p_sum.is_cuda and served):
         return load_loss_ref(
             p_sum,
             tokens_per_expert,
@@ -39,22 +41,13 @@ def load_loss(
         )
     from ep_moe.kernels.load_loss import load_loss as kernel
 
-    *batch, experts = p_sum.shape
-
     def of_rows(tokens: Tensor | int | None) -> Tensor | None:
         if tokens is None:
             return None
-        return torch.as_tensor(tokens, device=p_sum.device).float().expand(batch).reshape(-1)
+        return torch.as_tensor(tokens, device=p_sum.device).float().expand(p_sum.shape[:-1])
 
-    loss, weight = kernel(
-        p_sum.reshape(-1, experts),
-        tokens_per_expert.reshape(-1, experts),
-        of_rows(num_tokens),
-        of_rows(counted_tokens),
-        top_k=top_k,
-        scale=scale,
-    )
-    return LoadLoss(loss.view(batch), weight.view(p_sum.shape))
+    numbers = (of_rows(num_tokens), of_rows(counted_tokens))
+    return LoadLoss(*kernel(p_sum, tokens_per_expert, *numbers, top_k=top_k, scale=scale))
 
 
 def load_loss_ref(
@@ -75,5 +68,5 @@ def load_loss_ref(
     counted = number(counted_tokens)
     tokens = counted if num_tokens is None else number(num_tokens)
     share = top_k / p_sum.shape[-1]
-    weight = tokens_per_expert / (counted * tokens * share)[..., None] * scale
+    weight = (tokens_per_expert / (counted * tokens * share)[..., None] * scale).to(p_sum.dtype)
     return LoadLoss((weight * p_sum).sum(-1), weight)

@@ -59,11 +59,13 @@ def _backward_bf16(
     d_logits: Tensor, x: Tensor, weight: Tensor, *, needs_x: bool, needs_weight: bool
 ) -> RouterGrads:
     """d_logits = high + low, to 16 bits of mantissa; one product each takes both."""
-    high = d_logits.bfloat16()
-    both = torch.cat([high, (d_logits - high).bfloat16()], dim=1)  # (T,2E)
+    both = x.new_empty(len(x), 2 * len(weight))
+    high, low = both.chunk(2, dim=1)
+    high.copy_(d_logits)
+    torch.sub(d_logits, high, out=low)
     d_x = torch.mm(both, torch.cat([weight, weight])) if needs_x else None
     d_weight = None
     if needs_weight:
-        halves = torch.mm(both.t(), x, out_dtype=torch.float32).view(2, *weight.shape)
-        d_weight = halves.sum(0).to(weight.dtype)
+        of_high, of_low = torch.mm(both.t(), x, out_dtype=torch.float32).chunk(2)
+        d_weight = torch.add(of_high, of_low, out=torch.empty_like(weight))
     return RouterGrads(d_x, d_weight)

@@ -132,9 +132,9 @@ class Router(nn.Module):
             return self._global(p_sum, n)
         return self._load_loss(p_sum.squeeze(0), n)
 
-    def _load_loss(self, p_sum: Tensor, n: Tensor, **tokens: Tensor) -> Tensor:
+    def _load_loss(self, p_sum: Tensor, n: Tensor, num_tokens: Tensor | None = None) -> Tensor:
         top_k, scale = self.config.top_k, self.config.aux_loss_coef
-        return balance.load_loss(p_sum, n, top_k=top_k, scale=scale, **tokens)
+        return balance.load_loss(p_sum, n, top_k=top_k, scale=scale, num_tokens=num_tokens)
 
     def _sequence(self, p_sum: Tensor, wanted: Tensor) -> Tensor:
         """Balance within each sequence; sum over this rank's, times ranks / all ranks' sequences:
@@ -156,7 +156,7 @@ class Router(nn.Module):
         counted = n if so_far is None else so_far
         local = torch.cat([counted, self._tokens(n)[None]])
         total = once(lambda: self.reduce(local))
-        loss = self._load_loss(p_sum.squeeze(0), total[:-1], num_tokens=total[-1])
+        loss = self._load_loss(p_sum.squeeze(0), total[:-1], total[-1])
         return loss * self.num_ranks
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Router":

@@ -38,6 +38,37 @@ def test_is_the_formula(batch, dtype, device):
     assert_close(weight, n * scale[..., None], name="weight", tolerance=tolerance)
 
 
+@pytest.mark.parametrize("kind", ["a number", "one for all", "every other"])
+def test_numbers_of_tokens(kind, device):
+    n, p_sum = torch.randint(1, 9, (3, 4), device=device), torch.rand(3, 4, device=device)
+    tokens = torch.tensor([5, 7, 6, 7, 8], device=device)
+    given = {"a number": 5, "one for all": tokens[0], "every other": tokens[::2]}[kind]
+    each = [5, 6, 8] if kind == "every other" else [5, 5, 5]
+    for name in ("num_tokens", "counted_tokens"):
+        loss, _ = ops.load_loss(p_sum, n, top_k=2, **{name: given})
+        for row, expected in enumerate(each):
+            alone = ops.load_loss(p_sum[row], n[row], top_k=2, **{name: expected}).loss
+            assert loss[row].item() == pytest.approx(alone.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("p,n", [("bfloat16", "float32"), ("float32", "float64")])
+def test_averaged_counts_leave_the_dtype_alone(p, n, device):
+    p_sum = torch.tensor([1.5, 0.5], device=device, dtype=getattr(torch, p))
+    counts = torch.tensor([1.5, 0.5], device=device, dtype=getattr(torch, n))
+    loss, weight = ops.load_loss(p_sum, counts, top_k=1)
+    assert loss.dtype == weight.dtype == p_sum.dtype
+    assert loss.item() == pytest.approx(2 * (1.5 * 1.5 + 0.5 * 0.5) / 4)
+
+
+def test_losses_may_be_added_in_place(device):
+    n = torch.tensor([3, 5], device=device)
+    p_sum = torch.rand(2, device=device).requires_grad_()
+    loss = load_loss(p_sum, n, top_k=2, scale=0.1)
+    loss += 1.0
+    loss.backward()
+    assert torch.equal(p_sum.grad, ops.load_loss(p_sum.detach(), n, top_k=2, scale=0.1).weight)
+
+
 def test_gradient(device):
     n = torch.tensor([[3, 0, 5], [0, 0, 0]], device=device)
     for dtype in (torch.float64, torch.float32):

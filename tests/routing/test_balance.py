@@ -87,6 +87,12 @@ def test_counts_of_a_wider_scope():
     assert got.item() == pytest.approx(4 / (2 * 6 * 2) * (5 * 0.5 + 4 * 0.75 + 3 * 0.5))
 
 
+def test_counts_are_of_the_same_tokens_unless_told():
+    """n averaged over two batches of 4 and 2 tokens, p of 4."""
+    p, n = torch.full((4, 2), 0.5), torch.tensor([2, 1])
+    assert aux_loss(p, n, top_k=1, num_tokens=4).item() == pytest.approx(2 / 16 * 3 * 2)
+
+
 def test_each_sequence_by_itself():
     """Leading dimensions are independent; rows of zeros are padding."""
     p = torch.tensor([[[0.7, 0.3], [0.7, 0.3]], [[0.2, 0.8], [0.0, 0.0]]])
