@@ -233,8 +233,7 @@ def train_step(
     """One optimizer step on tokens (B, L+1)."""
     logits, stats = replicated(tokens[:, :-1])
     loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-    # On a GPU the host decides how fast so small a model is, and a thread for autograd costs it more
-    # than it gives.
+    # On a GPU the host decides how fast so small a model is; autograd's own thread costs it time.
     with torch.autograd.set_multithreading_enabled(False):
         (loss + ep_moe.total_aux(stats)).backward()
     # EP: torch's own clipping would see this rank's experts only, and scale each rank differently.
